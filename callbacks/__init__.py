@@ -1,0 +1,1 @@
+"""TrainerCallbacks of hf_offload, one a file."""

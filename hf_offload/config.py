@@ -1,0 +1,134 @@
+"""`OffloadConfig`: every setting of the offload engine, validated once. Stdlib only."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_offload.errors import ConfigError, explain, nearest
+
+SCHEDULES = ("auto", "in_order", "overlapped")
+TRANSPORTS = ("auto", "host", "cuda")
+SKIP_NONFINITE = ("when_clipping", "always", "never")
+MIB = 1 << 20
+
+
+def _doc(text: str, **kwargs: Any) -> Any:
+    return field(metadata={"help": text}, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Settings of the offload engine.
+
+    Raises:
+        ConfigError: an unknown name (with the nearest valid one) or a value outside its range.
+    """
+
+    schedule: str = _doc("auto | in_order | overlapped; auto: overlapped on CUDA with a model, else in_order", default="auto")
+    transport: str = _doc("auto | host | cuda; auto: by the parameters' device", default="auto")
+    link_gb_s: float | None = _doc("emulated link speed each way, 1e9 bytes/s; host transport only", default=None)
+    link_latency_us: float = _doc("emulated latency of each copy, microseconds; host transport only", default=0.0)
+    bucket_bytes: int = _doc("bytes of one bucket on the wire; any, down to one element", default=32 * MIB)
+    ring_slots: int = _doc("slots of bucket_bytes in the pinned ring, each way", default=4)
+    threads: int | None = _doc("Numba threads of the host step; None: what the process may use", default=None)
+    max_host_bytes: int | None = _doc("cap on all host memory taken, bytes; None: what the machine has", default=None)
+    skip_nonfinite: str = _doc(
+        "when_clipping | always | never: when a step whose gradient norm is not finite is skipped whole",
+        default="when_clipping",
+    )
+    cast_fp32_weights: bool = _doc(
+        "under bf16/fp16 training, fp32 weights become 16-bit and their fp32 values the masters", default=True
+    )
+    timeout_s: float = _doc("seconds a wait may take before it raises", default=600.0)
+
+    def __new__(cls, **given: Any) -> OffloadConfig:
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ConfigError(explain(name, given[name], "unknown setting of OffloadConfig", nearest(name, known)))
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        _one_of("schedule", self.schedule, SCHEDULES)
+        _one_of("transport", self.transport, TRANSPORTS)
+        _one_of("skip_nonfinite", self.skip_nonfinite, SKIP_NONFINITE)
+        _number("link_gb_s", self.link_gb_s, above=0.0, optional=True)
+        _number("link_latency_us", self.link_latency_us, least=0.0)
+        _integer("bucket_bytes", self.bucket_bytes)
+        _integer("ring_slots", self.ring_slots)
+        _integer("threads", self.threads, optional=True)
+        _integer("max_host_bytes", self.max_host_bytes, optional=True)
+        _number("timeout_s", self.timeout_s, above=0.0)
+        if not isinstance(self.cast_fp32_weights, bool):
+            raise ConfigError(explain("cast_fp32_weights", self.cast_fp32_weights, "not a bool", "Use true or false"))
+        emulated = "link_gb_s" if self.link_gb_s is not None else "link_latency_us" if self.link_latency_us else None
+        if self.transport == "cuda" and emulated:
+            raise ConfigError(
+                explain(
+                    emulated,
+                    getattr(self, emulated),
+                    "a link can only be emulated over the host transport, and transport='cuda' is a real one",
+                    "Leave it out, or use transport='host'",
+                )
+            )
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any]) -> OffloadConfig:
+        """A config from parsed YAML or JSON: names and types are checked, nothing is converted."""
+        return cls(**{str(k): v for k, v in given.items()})
+
+    @classmethod
+    def from_strings(cls, given: Mapping[str, str]) -> OffloadConfig:
+        """A config from `--optim_args` text, each value converted to its field's type.
+
+        Raises:
+            ConfigError: an unknown name, or text that does not read as the field's type.
+        """
+        known = {f.name: str(f.type) for f in dataclasses.fields(cls)}
+        return cls(**{name: _from_text(name, text, known.get(name, "str")) for name, text in given.items()})
+
+
+def _from_text(name: str, text: str, kind: str) -> Any:
+    if "None" in kind and text.lower() in ("none", "null", ""):
+        return None
+    try:
+        if kind.startswith("bool"):
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
+        if kind.startswith("int"):
+            return int(text)
+        if kind.startswith("float"):
+            return float(text)
+    except (KeyError, ValueError):
+        raise ConfigError(explain(name, text, f"does not read as {kind}", f"Write {name}=<{kind}>")) from None
+    return text
+
+
+def _one_of(name: str, value: Any, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ConfigError(explain(name, value, f"not a valid {name}", nearest(str(value), valid)))
+
+
+def _integer(name: str, value: Any, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(explain(name, value, "not an integer", "Give a whole number of at least 1"))
+    if value < 1:
+        raise ConfigError(explain(name, value, "below 1", "Give a whole number of at least 1"))
+
+
+def _number(
+    name: str, value: Any, above: float | None = None, least: float | None = None, optional: bool = False
+) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError(explain(name, value, "not a finite number", "Give a finite number"))
+    if above is not None and value <= above:
+        raise ConfigError(explain(name, value, f"not above {above:g}", f"Give a number above {above:g}"))
+    if least is not None and value < least:
+        raise ConfigError(explain(name, value, f"below {least:g}", f"Give a number of at least {least:g}"))
