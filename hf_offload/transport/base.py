@@ -33,7 +33,9 @@ class Segment:
 
 
 class Event(Protocol):
-    """The end of one copy."""
+    """The end of one copy. Once a copy has failed, every later copy of its direction fails too."""
+
+    nbytes: int
 
     def done(self) -> bool:
         """Whether the copy has ended, well or badly."""

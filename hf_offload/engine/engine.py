@@ -1,0 +1,402 @@
+"""The engine: binds parameters to host state, takes steps, and lets whoever reads a weight wait for it.
+
+It knows tensors and groups, not torch.optim: `hf_offload.optimizer` is its face to torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_offload.config import OffloadConfig
+from hf_offload.engine.arena import Arena
+from hf_offload.engine.gates import Gates
+from hf_offload.engine.gradients import Gradient
+from hf_offload.engine.hyper import Coefficients
+from hf_offload.engine.pipeline import Pipeline
+from hf_offload.engine.placement import Placement
+from hf_offload.engine.schedules import SCHEDULES, Stages
+from hf_offload.engine.seeding import reseed_masters, seed_masters
+from hf_offload.engine.stats import Meter, Stats
+from hf_offload.engine.tensors import WIRE
+from hf_offload.engine.units import find_units
+from hf_offload.engine.watch import WeightWatch
+from hf_offload.engine.work import ArenaWork, BucketWork, bucket_works
+from hf_offload.errors import ConfigError, StateError, UnsupportedError, explain
+from hf_offload.kernels import cpu
+
+logger = logging.getLogger(__name__)
+
+OUTSIDE = -1
+"""The unit of parameters that no hook guards: bound without a model, or not in it."""
+
+
+class Engine:
+    """Host-resident Adam state for a set of parameters, and the pipeline that steps it.
+
+    Args:
+        config: the settings.
+        parameters: gives the parameters there are. At construction what is needed for them is checked against the
+            host's memory and the pinned ring is reserved; state is allocated for them at the first grad-enabled
+            forward of an attached model, or at the first step.
+    """
+
+    def __init__(self, config: OffloadConfig, parameters: Callable[[], Sequence[Tensor]]) -> None:
+        self.config = config
+        self.threads = _threads(config.threads)
+        self.placement = Placement(config, parameters())
+        self._parameters = parameters
+        self._bound = False
+        self.meter = Meter()
+        self.watch = WeightWatch(self.threads)
+        self.arenas: list[Arena] = []
+        self.gates: Gates | None = None
+        self._model: weakref.ref[nn.Module] | None = None
+        self._place_of: dict[Tensor, tuple[int, int]] = {}
+        self._pipeline: Pipeline | None = None
+        self._last_of_unit: dict[int, int] = {}
+        self._waited_to = -1
+        self._kept: list[Gradient] = []
+        self._steps = 0
+        self._skipped = 0
+        self._peak_gradient_bytes = 0
+        self._closed = False
+
+    # ---- what is known before a step
+
+    @property
+    def schedule(self) -> str:
+        """The schedule that runs, or would run if a step were taken now."""
+        if self._pipeline is not None:
+            return self._pipeline.schedule.name
+        if self.config.schedule != "auto":
+            return self.config.schedule
+        return "overlapped" if self.placement.kind == "cuda" and self.gates and not _several_ranks() else "in_order"
+
+    def is_bound(self, p: Tensor) -> bool:
+        return p in self._place_of
+
+    def state_views(self, p: Tensor) -> dict[str, Tensor]:
+        """The `optimizer.state` entry of a bound parameter: live views of the host state."""
+        arena, index = self._place_of[p]
+        return self.arenas[arena].state_views(index)
+
+    def attach(self, model: nn.Module) -> None:
+        """Hook `model`, so that each unit's forward waits for that unit's weights and no other.
+
+        Raises:
+            UnsupportedError: an embedding with sparse gradients, or DataParallel.
+        """
+        if isinstance(model, nn.DataParallel):
+            raise UnsupportedError(
+                explain("model", "DataParallel", "its replicas are copied anew in every forward",
+                        "Use one GPU, or DistributedDataParallel (torchrun, accelerate launch)")
+            )  # fmt: skip
+        root = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        hooked = self._model() if self._model is not None else None
+        if hooked is not None and any(m is hooked for m in root.modules()):
+            return  # the same model again, or a wrapper around it: its hooks fire all the same
+        for name, m in root.named_modules():
+            if getattr(m, "sparse", False) and isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
+                raise UnsupportedError(
+                    explain(f"{name}.sparse", True, "sparse gradients are not supported", "Make it with sparse=False")
+                )
+        self.wait_all()
+        if self.gates is not None:
+            self.gates.remove()
+        self._model = weakref.ref(root)
+        self.gates = Gates(root, find_units(root), self)
+
+    # ---- binding: state is allocated
+
+    def bind(self, params: Iterable[Tensor]) -> None:
+        """Allocate state for those of `params` that require a gradient and have none yet; masters are seeded.
+
+        Raises:
+            HostMemoryError: 12 bytes a parameter more do not fit; nothing was allocated.
+        """
+        self._bound = True
+        fresh = [p for p in params if p.requires_grad and p not in self._place_of]
+        if not fresh:
+            return
+        self._check_open()
+        self.wait_all()
+        self.placement.settle(fresh, 12 * sum(a.plan.numel for a in self.arenas))
+        arena = Arena(fresh, [self._unit_of(p) for p in fresh], self.config.bucket_bytes)
+        seed_masters(arena, self.placement.transport, self.threads, self.config.timeout_s)
+        for i, p in enumerate(fresh):
+            self._place_of[p] = (len(self.arenas), i)
+        self.arenas.append(arena)
+        self.watch.note(fresh)
+
+    def _unit_of(self, p: Tensor) -> int:
+        if self.gates is None:
+            return OUTSIDE
+        return self.gates.unit_of.get(id(p), OUTSIDE)
+
+    # ---- the step
+
+    def step(self, groups: Sequence[Mapping[str, Any]], grads: Sequence[Gradient], grad_scale: float) -> None:
+        """Take one step with `grads`, each multiplied by `grad_scale`. Returns when `schedule` says so."""
+        self._check_open()
+        with self.meter.waiting():
+            self.wait_all()
+        record = self.meter.begin(self._steps + 1)
+        with self.meter.waiting():
+            self.bind(self._parameters() if not self._bound else [g.param for g in grads])
+            self._reseed_suspects()
+            pipeline = self._pipeline or self._start()
+            works = bucket_works(self._take(groups, grads, grad_scale), self._unit_name, self._rank())
+            self._steps += 1
+            self._waited_to = -1
+            self._last_of_unit = {w.bucket.unit: k for k, w in enumerate(works)}
+            self._kept = list(grads) if pipeline.schedule.returns_at_once else []
+            pipeline.submit(works, record)
+            if not pipeline.schedule.returns_at_once:
+                pipeline.wait_all()
+        self.meter.end()
+
+    def skip(self) -> None:
+        """A step that is not taken: no byte of state changes."""
+        self._skipped += 1
+
+    def _take(self, groups: Sequence[Mapping[str, Any]], grads: Sequence[Gradient], scale: float) -> list[ArenaWork]:
+        """Freeze what the step needs: gradients, addresses, step counts, hyper-parameters."""
+        rows = Coefficients(groups, scale)
+        found: list[list[tuple[int, Gradient]]] = [[] for _ in self.arenas]
+        for g in grads:
+            arena, index = self._place_of[g.param]
+            found[arena].append((index, g))
+        for stepped, entries in zip(self.arenas, found):
+            _check_dtypes(stepped, [i for i, _ in entries])
+        works = [_arena_work(a, entries, rows) for a, entries in zip(self.arenas, found) if entries]
+        if self.gates is not None:
+            self.gates.end_of_step({self.arenas[a].specs[i].unit for a, i in map(self._place, grads)} - {OUTSIDE})
+        params = [g.param for g in grads]
+        torch.autograd.graph.increment_version(params)
+        self.watch.note(params)
+        nbytes = sum(g.value.numel() * g.value.element_size() for g in grads)
+        self._peak_gradient_bytes = max(self._peak_gradient_bytes, nbytes)
+        return works
+
+    def _place(self, g: Gradient) -> tuple[int, int]:
+        return self._place_of[g.param]
+
+    def _rank(self) -> dict[int, int]:
+        ranks = {OUTSIDE: -1}
+        if self.gates is not None:
+            ranks.update(enumerate(self.gates.rank()))
+        return ranks
+
+    def _unit_name(self, unit: int) -> str:
+        return "all" if unit == OUTSIDE or self.gates is None else self.gates.units.units[unit].name
+
+    def _start(self) -> Pipeline:
+        """The schedule is settled at the first step, when it is known whether there is a model."""
+        name = self.schedule
+        if SCHEDULES[name].returns_at_once:
+            if self.gates is None:
+                raise ConfigError(
+                    explain("schedule", name, "no model is attached, so nothing can wait for the weights",
+                            "Give OffloadAdam(..., model=model), call optimizer.attach(model), or use 'in_order'")
+                )  # fmt: skip
+            if _several_ranks():
+                raise ConfigError(
+                    explain("schedule", name, "several processes train together, where only 'in_order' is supported",
+                            "Use schedule='auto' or 'in_order'")
+                )  # fmt: skip
+        stages = Stages(self.placement.transport, self.threads, self.config.timeout_s)
+        self._pipeline = Pipeline(stages, SCHEDULES[name])
+        return self._pipeline
+
+    # ---- waiting
+
+    def wait_all(self) -> None:
+        """Return when no step is under way and the weights are on the device."""
+        if self._pipeline is not None and (self._pipeline.running or self._pipeline.failed):
+            with self.meter.waiting():
+                self._pipeline.wait_all()
+        self._kept = []
+
+    def wait_outsider(self) -> None:
+        """As `wait_all`, for somebody who may read or write the weights: the next step looks whether they did."""
+        self.wait_all()
+        if not self._closed:
+            self.watch.arm()
+
+    def wait_unguarded(self) -> None:
+        """Wait for the weights that no hook guards."""
+        self._wait_units(self._unguarded())
+
+    def wait_gradients(self) -> None:
+        """Wait until `.grad` may be written to: all copies of gradients have ended."""
+        self.wait_all()
+
+    def _unguarded(self) -> set[int]:
+        return {OUTSIDE} | (self.gates.at_root if self.gates is not None else set())
+
+    def _wait_units(self, units: Iterable[int]) -> None:
+        if self._pipeline is None or not (self._pipeline.running or self._pipeline.failed):
+            return
+        last = max((self._last_of_unit.get(u, -1) for u in units), default=-1)
+        if last > self._waited_to:
+            with self.meter.waiting():
+                self._pipeline.wait_bucket(last)
+            self._waited_to = last
+
+    def _wait_for_kept_gradients(self) -> None:
+        """Gradients that nobody dropped after `step()` go on accumulating: not before their copies have ended."""
+        kept, self._kept = self._kept, []
+        if any(g.param.grad is g.value for g in kept):
+            self.wait_gradients()
+
+    # ---- what the hooks on the model call
+
+    def before_root(self) -> None:
+        assert self.gates is not None
+        self._before_forward()
+        self._wait_units(self._unguarded())
+
+    def before_guard(self, guard: int) -> None:
+        assert self.gates is not None
+        self._before_forward()
+        self._wait_units(self._unguarded() | set(self.gates.needs_of(guard)))
+
+    def after_block(self, unit: int) -> None:
+        assert self.gates is not None
+        if unit == self.gates.last_block and self.gates.units.tail is not None:
+            self.gates.fired.add(self.gates.units.tail)
+            self._wait_units({self.gates.units.tail})
+
+    def before_state_read(self) -> None:
+        self.wait_outsider()
+
+    def before_state_load(self) -> None:
+        self.wait_all()
+
+    def after_state_load(self) -> None:
+        self.watch.suspect_all()
+
+    def _before_forward(self) -> None:
+        if self._kept:
+            self._wait_for_kept_gradients()
+        if not self._bound and not self._closed and torch.is_grad_enabled():
+            self.bind(self._parameters())
+
+    # ---- weights changed from outside
+
+    def reseed(self) -> int:
+        """Masters again from every weight that is no longer its rounded master. Returns how many elements changed."""
+        self.wait_all()
+        self.watch.suspect_all()
+        return self._reseed(self.watch.suspects())
+
+    def _reseed_suspects(self) -> None:
+        changed = self._reseed(self.watch.suspects())
+        if changed:
+            logger.warning(
+                "hf_offload: %d weights were changed from outside since the last step; their master weights now "
+                "follow them.", changed,
+            )  # fmt: skip
+
+    def _reseed(self, params: Sequence[Tensor]) -> int:
+        changed = 0
+        for number, arena in enumerate(self.arenas):
+            wanted = {i for a, i in map(self._place_of.__getitem__, params) if a == number}
+            if wanted:
+                _check_dtypes(arena, wanted)
+                transport = self.placement.transport
+                changed += reseed_masters(arena, wanted, transport, self.threads, self.config.timeout_s)
+        self.watch.note(params)
+        return changed
+
+    # ---- figures and the end
+
+    def stats(self) -> Stats:
+        """The figures of the last finished step."""
+        record = self.meter.last_finished()
+        numel = sum(a.plan.numel for a in self.arenas)
+        wires = {s.wire for a in self.arenas for s in a.specs if s.numel}
+        weights = sum(p.numel() * p.element_size() for p in self._place_of)
+        return Stats(
+            params=numel,
+            wire_dtype="mixed" if len(wires) > 1 else next(iter(wires), "bfloat16"),
+            schedule=self.schedule,
+            transport=self.placement.kind_of_transport,
+            device_bytes={"weights": weights, "gradients": self._peak_gradient_bytes, "optimizer": 0},
+            host_bytes={
+                "master": 4 * numel,
+                "exp_avg": 4 * numel,
+                "exp_avg_sq": 4 * numel,
+                "pinned": self.placement.pinned_bytes,
+                "store": 0,
+                "shadow": 0,
+            },
+            d2h_bytes=record.d2h_bytes if record else 0,
+            h2d_bytes=record.h2d_bytes if record else 0,
+            seconds=record.seconds() if record else dict.fromkeys(("compute", "d2h", "host_step", "h2d", "wait"), 0.0),
+            exposed_seconds=record.exposed if record else 0.0,
+            hidden_fraction=record.hidden_fraction() if record else 0.0,
+            step=record.step if record else 0,
+            steps=self._steps,
+            skipped_steps=self._skipped,
+        )
+
+    def close(self) -> None:
+        """Finish the step under way, end the threads, free the pinned memory, take the hooks off the model."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._pipeline is not None:
+            self._pipeline.close()
+        self.placement.close()
+        if self.gates is not None:
+            self.gates.remove()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this optimizer was closed: its threads and pinned memory are gone. Make a new one.")
+
+
+def _arena_work(arena: Arena, entries: Sequence[tuple[int, Gradient]], rows: Coefficients) -> ArenaWork:
+    count = len(arena.params)
+    grads: list[Tensor | None] = [None] * count
+    versions, grad_pointers, weight_pointers = [0] * count, [0] * count, [0] * count
+    table = np.tile(cpu.INACTIVE, (count, 1))
+    for i, g in entries:
+        arena.steps[i] += 1
+        grads[i] = g.value
+        versions[i] = g.value._version
+        grad_pointers[i] = g.value.data_ptr()
+        weight_pointers[i] = g.param.data_ptr()
+        table[i] = rows.row(g.group, int(arena.steps[i]))
+    return ArenaWork(arena, grads, versions, grad_pointers, weight_pointers, table)
+
+
+def _check_dtypes(arena: Arena, indices: Iterable[int]) -> None:
+    for i in indices:
+        p, wire = arena.params[i], arena.specs[i].wire
+        if WIRE.get(p.dtype) != wire or p.numel() != arena.specs[i].numel:
+            raise StateError(
+                explain(f"a parameter of {arena.specs[i].numel} {wire} elements", f"{p.numel()} {p.dtype}",
+                        "its dtype or size changed after its state was made",
+                        "Convert or resize the model before the first training step, or make a new optimizer")
+            )  # fmt: skip
+
+
+def _threads(asked: int | None) -> int:
+    usable = cpu.max_threads()
+    if asked is not None and asked > usable:
+        logger.warning("hf_offload: threads=%d, but this process may use %d cores; using %d.", asked, usable, usable)
+    return min(asked or usable, usable)
+
+
+def _several_ranks() -> bool:
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -1,0 +1,66 @@
+"""The gradients of a step: which parameters have one, and whether it is one we can step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_offload.engine.tensors import is_dense, like_layout
+from hf_offload.errors import UnsupportedError, explain
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """One parameter that has a gradient: `value` lies in the parameter's memory order, `group` is its group's index.
+
+    `value` is `.grad` itself unless that had another layout.
+    """
+
+    param: Tensor
+    value: Tensor
+    group: int
+
+
+def collect(groups: Sequence[Mapping[str, Any]]) -> list[Gradient]:
+    """Every gradient of `param_groups`, in their order; a parameter listed twice counts once.
+
+    Raises:
+        UnsupportedError: a gradient that is sparse, or whose dtype or device is not its parameter's.
+    """
+    found: list[Gradient] = []
+    for number, group in enumerate(groups):
+        seen: set[int] = set()
+        for p in group["params"]:
+            grad = p.grad
+            if grad is None or id(p) in seen:
+                continue
+            seen.add(id(p))
+            if grad.layout != torch.strided or grad.dtype != p.dtype or grad.device != p.device:
+                _refuse(p, grad)
+            found.append(Gradient(p, _in_memory_order(grad, p), number))
+    return found
+
+
+def _in_memory_order(grad: Tensor, p: Tensor) -> Tensor:
+    if grad.is_contiguous() and p.is_contiguous():
+        return grad
+    if grad.stride() == p.stride() and is_dense(grad):
+        return grad
+    return like_layout(grad, p)
+
+
+def _refuse(p: Tensor, grad: Tensor) -> None:
+    shape = tuple(p.shape)
+    if grad.layout != torch.strided:
+        raise UnsupportedError(
+            explain(f"gradient of a parameter of shape {shape}", str(grad.layout), "sparse gradients are not supported",
+                    "Make the layer with sparse=False (nn.Embedding's default)")
+        )  # fmt: skip
+    raise UnsupportedError(
+        explain(f"gradient of a parameter of shape {shape}", f"{grad.dtype} on {grad.device}",
+                f"the parameter is {p.dtype} on {p.device}", "Let autograd make gradients in the parameter's own dtype")
+    )  # fmt: skip

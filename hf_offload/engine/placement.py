@@ -1,0 +1,97 @@
+"""Where the parameters are, which transport serves them, and whether the host's memory suffices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_offload.config import OffloadConfig
+from hf_offload.engine.tensors import check_parameter
+from hf_offload.errors import UnsupportedError, explain
+from hf_offload.hostmem import check_host_budget
+from hf_offload.transport import Transport, make_transport
+from hf_offload.transport.select import DeviceFacts, transport_kind
+
+
+class Placement:
+    """The transport of one engine. It follows the parameters if they are moved before the first step.
+
+    Raises:
+        UnsupportedError, ConfigError: a parameter, device or transport that cannot work; nothing was reserved.
+        HostMemoryError: the state and the ring do not fit; nothing was allocated.
+    """
+
+    def __init__(self, config: OffloadConfig, params: Sequence[Tensor]) -> None:
+        self._config = config
+        self.kind = self._check(params)
+        self._budget(12 * sum(p.numel() for p in params if p.requires_grad), self.ring_bytes)
+        self._transport: Transport | None = self._make()
+
+    @property
+    def ring_bytes(self) -> int:
+        return 2 * self._config.ring_slots * self._slot_bytes
+
+    @property
+    def _slot_bytes(self) -> int:
+        return max(self._config.bucket_bytes, 4)  # one fp32 element at least
+
+    @property
+    def transport(self) -> Transport:
+        assert self._transport is not None
+        return self._transport
+
+    @property
+    def kind_of_transport(self) -> str:
+        return "cuda" if self.kind == "cuda" else "host"
+
+    @property
+    def pinned_bytes(self) -> int:
+        return 0 if self._transport is None else self._transport.pinned_bytes
+
+    def settle(self, fresh: Sequence[Tensor], taken: int) -> None:
+        """Before state for `fresh` is allocated: check device and budget; `taken`: bytes of state that exist."""
+        kind = self._check(fresh)
+        if kind != self.kind:
+            if taken:
+                raise UnsupportedError(
+                    explain("device", kind, f"other parameters of this optimizer are on {self.kind}",
+                            "Keep all trainable parameters on one device")
+                )  # fmt: skip
+            self.close()
+            self.kind = kind
+            self._transport = self._make()
+        self._budget(12 * sum(p.numel() for p in fresh), 0, taken + self.ring_bytes)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = None
+
+    def _make(self) -> Transport:
+        return make_transport(self._config, _facts(self.kind), self._slot_bytes)
+
+    def _check(self, params: Sequence[Tensor]) -> str:
+        for i, p in enumerate(params):
+            check_parameter(p, f"parameter {i}, shape {tuple(p.shape)}")
+        devices = sorted({str(p.device) for p in params})
+        if len(devices) > 1:
+            raise UnsupportedError(
+                explain("device", devices, "the parameters are spread over several devices",
+                        "Put the model on one device (no device_map='auto', no model parallelism)")
+            )  # fmt: skip
+        kind = params[0].device.type if params else "cpu"
+        transport_kind(self._config, _facts(kind))
+        return kind
+
+    def _budget(self, state: int, ring: int, taken: int = 0) -> None:
+        need = {"master": state // 3, "exp_avg": state // 3, "exp_avg_sq": state // 3}
+        if ring:
+            need["pinned ring"] = ring
+        cap = self._config.max_host_bytes
+        check_host_budget(need, None if cap is None else max(0, cap - taken))
+
+
+def _facts(kind: str) -> DeviceFacts:
+    return DeviceFacts(kind, torch.cuda.is_available(), torch.version.cuda)

@@ -1,0 +1,67 @@
+"""Masters from weights: at first, and again wherever a weight was changed from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hf_offload.engine.arena import Arena
+from hf_offload.engine.masters import take_master
+from hf_offload.engine.tensors import NUMPY_WIRE, flat, like_layout
+from hf_offload.kernels import cpu
+from hf_offload.transport import Segment, Transport
+
+Take = Callable[[int, np.ndarray, np.ndarray, str], None]
+"""`take(param, weight_bits, master, wire)`: what to do with a run of a weight and the same run of its master."""
+
+
+def seed_masters(arena: Arena, transport: Transport, threads: int, timeout_s: float) -> None:
+    """Fill `arena.master`: from fp32 values that waited for a parameter (where they still round to its weight), else
+    from the weight itself."""
+    waited = set()
+    for i, p in enumerate(arena.params):
+        values = take_master(p)
+        if values is not None:
+            arena.master[arena.slice_of(i)] = flat(like_layout(values, p)).numpy()
+            waited.add(i)
+
+    def take(param: int, weight: np.ndarray, master: np.ndarray, wire: str) -> None:
+        if param in waited:
+            cpu.reseed(weight, master, wire, threads)
+        else:
+            cpu.widen(weight, master, wire, threads)
+
+    _visit(arena, set(range(len(arena.params))), transport, timeout_s, take)
+
+
+def reseed_masters(arena: Arena, params: set[int], transport: Transport, threads: int, timeout_s: float) -> int:
+    """Where a weight differs from its rounded master, the master becomes the weight. Returns how many elements did."""
+    changed = 0
+
+    def take(param: int, weight: np.ndarray, master: np.ndarray, wire: str) -> None:
+        nonlocal changed
+        changed += cpu.reseed(weight, master, wire, threads)
+
+    _visit(arena, params, transport, timeout_s, take)
+    return changed
+
+
+def _visit(arena: Arena, params: set[int], transport: Transport, timeout_s: float, take: Take) -> None:
+    """Bring the weights of `params` to the host, bucket by bucket through the ring, and `take` each piece."""
+    for bucket in arena.plan.buckets:
+        pieces = [p for p in bucket.pieces if p.param in params]
+        if not pieces:
+            continue
+        size = bucket.itemsize
+        segments = [
+            Segment(arena.params[p.param].data_ptr() + p.start * size, p.length * size, p.offset * size,
+                    arena.params[p.param])
+            for p in pieces
+        ]  # fmt: skip
+        transport.to_host(segments, 0, transport.mark()).wait(timeout_s)
+        slot = transport.down[0].view(NUMPY_WIRE[bucket.wire])
+        for p in pieces:
+            run = slice(p.offset, p.offset + p.length)
+            master = arena.master[bucket.start : bucket.start + bucket.numel][run]
+            take(p.param, slot[run], master, bucket.wire)

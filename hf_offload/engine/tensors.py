@@ -1,0 +1,71 @@
+"""Looking at torch tensors as flat memory: dtypes, layouts, and NumPy views over what lies on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_offload.errors import UnsupportedError, explain
+
+WIRE = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+NUMPY_WIRE = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.float32}
+TORCH_WIRE = {name: dtype for dtype, name in WIRE.items()}
+
+
+def check_parameter(p: Tensor, name: str) -> None:
+    """Refuse a parameter that cannot be offloaded.
+
+    Raises:
+        UnsupportedError: a dtype other than bf16, fp16 and fp32, a DTensor, or memory with gaps or overlaps.
+    """
+    if p.dtype not in WIRE:
+        remedy = "Convert the parameter to bfloat16, float16 or float32, or keep it out of the optimizer"
+        raise UnsupportedError(explain(f"dtype of {name}", str(p.dtype), "no host step exists for it", remedy))
+    if hasattr(p, "device_mesh"):
+        raise UnsupportedError(
+            explain(f"type of {name}", type(p).__name__, "sharded parameters (FSDP2, tensor parallel) come later",
+                    "Use one process, or DDP with schedule='in_order'")
+        )  # fmt: skip
+    if p.layout != torch.strided or not is_dense(p):
+        raise UnsupportedError(
+            explain(f"stride of {name}", tuple(p.stride()) if p.layout == torch.strided else str(p.layout),
+                    "its elements do not fill one block of memory", "Make the parameter from .contiguous() data")
+        )  # fmt: skip
+
+
+def is_dense(t: Tensor) -> bool:
+    """Whether the elements fill one block of memory, each once, in whatever order of dimensions."""
+    if t.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((st, sz) for st, sz in zip(t.stride(), t.shape) if sz != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def flat(t: Tensor) -> Tensor:
+    """A dense tensor's elements, 1-D, in memory order; shares the memory."""
+    t = t.detach()
+    return t.view(-1) if t.is_contiguous() else torch.as_strided(t, (t.numel(),), (1,), t.storage_offset())
+
+
+def like_layout(grad: Tensor, p: Tensor) -> Tensor:
+    """`grad` with its elements in the memory order of `p`; a copy only where the orders differ."""
+    if grad.stride() == p.stride() or (grad.is_contiguous() and p.is_contiguous()):
+        return grad
+    return torch.empty_strided(p.shape, p.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+
+
+def host_array(t: Tensor) -> np.ndarray:
+    """A NumPy view (uint16 bits or float32) over a dense CPU tensor's elements in memory order."""
+    t = flat(t)
+    return t.numpy() if t.dtype == torch.float32 else t.view(torch.uint16).numpy()
+
+
+def shaped_view(array: np.ndarray, p: Tensor) -> Tensor:
+    """A float32 tensor of `p`'s shape and strides over `array`, float32[p.numel()]."""
+    t = torch.from_numpy(array)
+    return t.view(p.shape) if p.is_contiguous() else torch.as_strided(t, p.shape, p.stride())

@@ -1,0 +1,118 @@
+"""Dividing a model into units: what FSDP would wrap, plus the embeddings and the tail.
+
+A unit is the grain of waiting: before a unit runs, its weights must have arrived.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit: its name for messages, the parameters it owns, and whether it is a block of a stack."""
+
+    name: str
+    params: tuple[Tensor, ...]
+    is_block: bool
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A module before whose forward some units' weights must have arrived."""
+
+    module: nn.Module
+    units: frozenset[int]
+    block: int | None
+    """The unit number if the module is a block, else None."""
+
+
+@dataclass(frozen=True)
+class UnitMap:
+    """Units in the order in which forward is expected to need them, and the modules that guard them."""
+
+    units: tuple[Unit, ...]
+    guards: tuple[Guard, ...]
+    tail: int | None
+    """The unit awaited after the last block too, since its weights may be read without calling their module."""
+
+
+def find_units(model: nn.Module) -> UnitMap:
+    """Divide `model`'s parameters into embeddings (all before the first block), one unit per block, and the tail.
+
+    Blocks are the modules named in `_no_split_modules`; without these the children of every ModuleList of two or more
+    modules of one class, else those of every Sequential. A parameter shared between units belongs to the first.
+    """
+    blocks = {id(m): name for name, m in find_blocks(model)}
+    names, members, tail_params, owned = [], [], [], set()
+    head_params: list[Tensor] = []
+    for name, module in _walk(model, blocks):
+        whole = id(module) in blocks
+        fresh = [p for p in module.parameters(recurse=whole) if id(p) not in owned]
+        owned.update(map(id, fresh))
+        if whole:
+            names.append(name)
+            members.append(fresh)
+        elif not names:
+            head_params.extend(fresh)
+        else:
+            tail_params.extend(fresh)
+    units = [Unit("embeddings", tuple(head_params), False)]
+    units += [Unit(n, tuple(ps), True) for n, ps in zip(names, members)]
+    tail = None
+    if tail_params:
+        tail = len(units)
+        units.append(Unit("tail", tuple(tail_params), False))
+    return UnitMap(tuple(units), tuple(_guards(model, blocks, units)), tail)
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The outermost repeated blocks of `model`, by name, in registration order."""
+    classes = {c for m in model.modules() for c in (getattr(m, "_no_split_modules", None) or ())}
+    named = [(n, m) for n, m in model.named_modules() if type(m).__name__ in classes]
+    for kind in (nn.ModuleList, nn.Sequential):
+        if not named:
+            named = [(f"{n}.{k}".lstrip("."), c) for n, m in model.named_modules() for k, c in _children(m, kind)]
+    outer: list[tuple[str, nn.Module]] = []
+    inside: set[int] = set()
+    for name, module in named:
+        if id(module) not in inside:
+            outer.append((name, module))
+        inside.update(id(m) for m in module.modules())
+    return outer
+
+
+def _children(module: nn.Module, kind: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if not isinstance(module, kind):
+        return
+    counts = Counter(type(c) for c in module.children())
+    repeated = [k for k, n in counts.items() if n >= 2]
+    yield from ((name, c) for name, c in module.named_children() if type(c) in repeated)
+
+
+def _walk(model: nn.Module, blocks: dict[int, str], name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Modules in registration order, without going inside blocks."""
+    yield name, model
+    if id(model) in blocks:
+        return
+    for child_name, child in model.named_children():
+        yield from _walk(child, blocks, f"{name}.{child_name}".lstrip("."))
+
+
+def _guards(model: nn.Module, blocks: dict[int, str], units: list[Unit]) -> Iterator[Guard]:
+    """Every block, and every module outside blocks that owns parameters directly; each once."""
+    unit_of = {id(p): u for u, unit in enumerate(units) for p in unit.params}
+    number = {unit.name: u for u, unit in enumerate(units) if unit.is_block}
+    seen: set[int] = set()
+    for name, module in _walk(model, blocks):
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        whole = id(module) in blocks
+        needs = frozenset(unit_of[id(p)] for p in module.parameters(recurse=whole))
+        if needs:
+            yield Guard(module, needs, number.get(name) if whole else None)

@@ -1,0 +1,91 @@
+"""What one step asks of the pipeline: plain data, taken by the training thread, carried out by the step's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from hf_offload.engine.arena import Arena
+from hf_offload.engine.plan import Bucket
+from hf_offload.errors import StateError
+from hf_offload.transport import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaWork:
+    """The parameters of one arena that are stepped, by their index in it.
+
+    Attributes:
+        grads: each parameter's gradient in the parameter's memory order, None where it is not stepped.
+        versions: the gradients' version counters when they were taken.
+        grad_pointers, weight_pointers: device addresses; 0 where a parameter is not stepped.
+        coefficients: float32[params, NUM_COEF], inactive rows where a parameter is not stepped.
+    """
+
+    arena: Arena
+    grads: Sequence[Tensor | None]
+    versions: Sequence[int]
+    grad_pointers: Sequence[int]
+    weight_pointers: Sequence[int]
+    coefficients: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class BucketWork:
+    """One bucket of one step: bucket number `index` of the arena's plan."""
+
+    work: ArenaWork
+    index: int
+    name: str
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.work.arena.plan.buckets[self.index]
+
+    def gradient_segments(self) -> list[Segment]:
+        return self._segments(self.work.grad_pointers, self.work.grads)
+
+    def weight_segments(self) -> list[Segment]:
+        return self._segments(self.work.weight_pointers, self.work.arena.params)
+
+    def coefficients(self) -> np.ndarray:
+        return self.work.coefficients[self.work.arena.bucket_params[self.index]]
+
+    def check_gradients_unchanged(self) -> None:
+        """After the copy: nobody may have written to the gradients while they were being copied.
+
+        Raises:
+            StateError: a gradient's version counter moved.
+        """
+        for piece in self.bucket.pieces:
+            grad = self.work.grads[piece.param]
+            if grad is not None and grad._version != self.work.versions[piece.param]:
+                raise StateError(
+                    f"{self.name}: a gradient was written to while optimizer.step() was still copying it, so the "
+                    "step read a mixture. Use optimizer.zero_grad() instead of model.zero_grad(set_to_none=False), or "
+                    "call optimizer.synchronize() before you write to a gradient. Load the last checkpoint to go on."
+                )
+
+    def _segments(self, pointers: Sequence[int], owners: Sequence[Tensor | None]) -> list[Segment]:
+        size = self.bucket.itemsize
+        return [
+            Segment(pointers[p.param] + p.start * size, p.length * size, p.offset * size, owners[p.param])
+            for p in self.bucket.pieces
+            if self.work.grads[p.param] is not None
+        ]
+
+
+def bucket_works(
+    works: Sequence[ArenaWork], unit_name: Callable[[int], str], rank: Mapping[int, int]
+) -> list[BucketWork]:
+    """Every bucket with something to step, in the order forward needs its unit (`rank[unit]`)."""
+    found = []
+    for work in works:
+        stepped = np.array([g is not None for g in work.grads])
+        for i, bucket in enumerate(work.arena.plan.buckets):
+            if stepped[work.arena.bucket_params[i]].any():
+                found.append(BucketWork(work, i, f"bucket {i} of unit {unit_name(bucket.unit)!r}"))
+    return sorted(found, key=lambda b: rank[b.bucket.unit])  # stable: arena order within a unit

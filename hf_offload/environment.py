@@ -1,0 +1,96 @@
+"""What this process runs on: versions, processor, memory, GPU. Imports neither torch nor transformers by itself."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+from hf_offload import __version__
+
+_DISTRIBUTIONS = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "numba",
+    "numpy",
+    "datasets",
+    "trl",
+    "peft",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+)
+
+
+def versions() -> dict[str, str]:
+    """Installed versions by distribution; those that are not installed are left out."""
+    found = {"hf_offload": __version__, "python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def processor() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.lower().startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores this process may run on: the affinity mask where the system has one."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def gpus() -> list[tuple[str, int]]:
+    """Name and memory in bytes of each NVIDIA GPU; none where there is no driver.
+
+    torch knows best, which one it may use included, but is asked only if it is loaded already; else `nvidia-smi` is.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda"):
+        if not torch.cuda.is_available():
+            return []
+        properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        return [(p.name, int(p.total_memory)) for p in properties]
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        rows = [line.rsplit(",", 1) for line in answer.splitlines() if line.strip()]
+        return [(name.strip(), int(mib) << 20) for name, mib in rows]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
+
+
+def hardware() -> dict[str, Any]:
+    """The machine, as plain data: for the summary of a run."""
+    from hf_offload.hostmem import available_host_bytes
+
+    memory = available_host_bytes()
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "usable_cores": usable_cores(),
+        "host_bytes_total": memory.total,
+        "host_bytes_available": memory.available,
+        "host_bytes_source": memory.source,
+        "gpus": [{"name": name, "bytes": size} for name, size in gpus()],
+        "system": platform.platform(),
+    }

@@ -1,0 +1,295 @@
+"""`OffloadAdam`: AdamW whose fp32 master weights and moments live in host memory, as a `torch.optim.Optimizer`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_offload.config import OffloadConfig
+from hf_offload.engine import Engine
+from hf_offload.engine.gradients import Gradient, collect
+from hf_offload.engine.scaling import PendingScale
+from hf_offload.engine.stats import Stats
+from hf_offload.engine.tensors import check_parameter
+from hf_offload.errors import ConfigError, UnsupportedError, explain
+from hf_offload.state import load_state, loadable
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadAdam(torch.optim.Optimizer):
+    """Adam with decoupled (AdamW, the default) or L2 weight decay, stepped by the host's CPU in fp32.
+
+    The device keeps 16-bit (or fp32) weights and gradients; the host keeps fp32 masters, `exp_avg` and `exp_avg_sq`,
+    12 bytes a parameter. The update is that of Loshchilov & Hutter 2019 (https://arxiv.org/abs/1711.05101), as in
+    `torch.optim.AdamW`. State is allocated at the first training forward of an attached model, or at the first step.
+
+    Args:
+        params: parameters, named parameters or groups, as any torch optimizer takes; bf16, fp16 or fp32, mixed.
+        lr: learning rate; a float or a 0-dim tensor.
+        betas: decay rates of the two moments, each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: λ.
+        decoupled_weight_decay: True: AdamW's decay; False: λθ is added to the gradient.
+        maximize: ascend instead of descend.
+        config: settings of the engine; None: the defaults.
+        model: what `attach` takes; needed by `schedule="overlapped"`.
+
+    Raises:
+        ConfigError: a hyper-parameter or setting outside its range, or nothing to train.
+        UnsupportedError: `amsgrad`, complex or other dtypes, unknown devices, parameters with gaps in memory.
+        HostMemoryError: the state does not fit into the host's memory; nothing was allocated.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        decoupled_weight_decay: bool = True,
+        maximize: bool = False,
+        config: OffloadConfig | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "maximize": maximize,
+            "amsgrad": False,
+        }
+        self._engine: Engine | None = None
+        super().__init__(params, defaults)
+        if not any(p.requires_grad for p in self._parameters()):
+            raise ConfigError(
+                explain("params", f"{len(self._parameters())} parameters", "none of them requires a gradient",
+                        "Unfreeze what is to be trained (p.requires_grad_(True)) before making the optimizer")
+            )  # fmt: skip
+        self.config = config or OffloadConfig()
+        self._engine = Engine(self.config, partial(_parameters_of, weakref.ref(self)))
+        self._pending = PendingScale(self._engine.threads)
+        self.last_grad_norm: float | None = None
+        """L2 norm of the unscaled gradients as last computed by `clip_grad_norm_`."""
+        if model is not None:
+            self.attach(model)
+
+    # ---- torch.optim.Optimizer's interface
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the new parameters get state at the next step."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_group(group)
+            for i, p in enumerate(group["params"]):
+                check_parameter(p, f"parameter {i}, shape {tuple(p.shape)}")
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step. `in_order`: the weights are new when it returns; `overlapped`: before each unit's forward.
+
+        Learning rates, decay, the loss scale and the clip factor are read now.
+
+        Raises:
+            UnsupportedError: a gradient that is sparse or of another dtype or device than its parameter.
+            StateError: gradients changed after they were clipped, or an earlier step failed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grads = collect(self.param_groups)
+        factor = self._pending.take(grads, self.config.skip_nonfinite)
+        if factor.skip:
+            self._skip()
+        elif grads:
+            self.engine.step(self.param_groups, grads, factor.value)
+            self._fill_state()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. Zeroing in place waits until the gradients have been copied; a pending clip is dropped."""
+        if self._engine is not None and not set_to_none:
+            self._engine.wait_gradients()
+        self._pending.clear()
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, after waiting for all. Per parameter: `step` and, in its shape, the fp32 host tensors
+        `exp_avg`, `exp_avg_sq` and `master`: live views, valid until the next step."""
+        self.engine.wait_outsider()
+        self._fill_state()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of `torch.optim.AdamW`; tensors are copied and stay fp32 on the host.
+
+        A missing `master` is taken from the weight; one that does not round to the weight follows the weight, at the
+        next step, with a warning.
+
+        Raises:
+            StateError: a file that does not fit; nothing was changed.
+        """
+        self.engine.wait_all()
+        entries = loadable(self, state_dict)
+        if entries:
+            self.engine.bind(self._parameters())
+        super().load_state_dict({**state_dict, "state": {}})
+        load_state(self, entries)
+        self._pending.clear()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadAdam:
+        raise UnsupportedError(_no_copy("copy.deepcopy"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(_no_copy("pickle"))
+
+    # ---- what offloading adds
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def schedule(self) -> str:
+        """The schedule that runs: `in_order` or `overlapped`."""
+        return self.engine.schedule
+
+    def attach(self, model: nn.Module) -> None:
+        """Hook `model`: each unit's forward waits for that unit's weights. Attaching the same model again is free.
+
+        Raises:
+            UnsupportedError: an embedding with sparse gradients.
+        """
+        self.engine.attach(model)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float | Tensor) -> Tensor:
+        """Clip the next step's gradients to a global L2 norm; `.grad` itself stays as it is.
+
+        The factor min(1, max_norm / (norm + 1e-6)) is folded into the host step. Of several calls before one step the
+        tightest bound holds; `inf` only reads the norm.
+
+        Returns:
+            The norm before clipping (of the unscaled gradients), a 0-dim fp32 tensor on the parameters' device.
+
+        Raises:
+            ConfigError: a negative or NaN bound.
+        """
+        norm = self._pending.clip(collect(self.param_groups), float(max_norm))
+        self.last_grad_norm = norm
+        return torch.tensor(norm, dtype=torch.float32, device=self._device())
+
+    @torch.no_grad()
+    def unscale_(self, inv_scale: float | Tensor) -> Tensor:
+        """For a GradScaler: fold the inverse of the loss scale into the next step.
+
+        Returns:
+            found_inf, a 0-dim fp32 tensor on the parameters' device: 1.0 where a gradient is inf or NaN.
+        """
+        found = self._pending.unscale(collect(self.param_groups), float(inv_scale))
+        return torch.tensor(float(found), dtype=torch.float32, device=self._device())
+
+    def synchronize(self) -> None:
+        """Return when the device weights are those of the last step."""
+        self.engine.wait_outsider()
+
+    def reseed(self) -> int:
+        """Make every weight that is no longer its rounded master the master. Returns how many elements changed."""
+        return self.engine.reseed()
+
+    def train(self) -> None:
+        """Before a training micro-batch: waits for weights that no hook guards."""
+        self.engine.wait_unguarded()
+
+    def eval(self) -> None:
+        """Before evaluation: waits for all weights."""
+        self.engine.wait_outsider()
+
+    def stats(self) -> Stats:
+        """The figures of the last finished step."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Finish the step under way, end the threads and free the pinned memory. The state can still be saved."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def __enter__(self) -> OffloadAdam:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---- inside
+
+    def _parameters(self) -> list[Tensor]:
+        return list(dict.fromkeys(p for g in self.param_groups for p in g["params"]))
+
+    def _device(self) -> torch.device:
+        return next(p.device for g in self.param_groups for p in g["params"])
+
+    def _fill_state(self) -> None:
+        for p in self._parameters():
+            if p not in self.state and self.engine.is_bound(p):
+                self.state[p] = self.engine.state_views(p)
+
+    def _skip(self) -> None:
+        self.engine.skip()
+        logger.warning(
+            "hf_offload: the gradients' norm is not finite: this step is skipped whole, no weight or state changes "
+            "(skip_nonfinite=%r).", self.config.skip_nonfinite,
+        )  # fmt: skip
+
+
+def _parameters_of(optimizer: weakref.ref[OffloadAdam]) -> list[Tensor]:
+    alive = optimizer()
+    return alive._parameters() if alive is not None else []
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    """Refuse a group's hyper-parameters outside the range Adam is defined for."""
+    beta1, beta2 = group["betas"]
+    for name, value, fits in (
+        ("lr", float(group["lr"]), 0.0 <= float(group["lr"]) < math.inf),
+        ("betas[0]", beta1, 0.0 <= beta1 < 1.0),
+        ("betas[1]", beta2, 0.0 <= beta2 < 1.0),
+        ("eps", group["eps"], 0.0 <= group["eps"] < math.inf),
+        ("weight_decay", group["weight_decay"], 0.0 <= group["weight_decay"] < math.inf),
+    ):
+        if not fits:
+            need = "Give a number in [0, 1)" if name.startswith("betas") else "Give a finite number of at least 0"
+            raise ConfigError(explain(name, value, "outside the range Adam is defined for", need))
+    if group.get("amsgrad"):
+        raise UnsupportedError(
+            explain("amsgrad", True, "the host step keeps no maximum of the second moment", "Leave amsgrad out")
+        )
+
+
+def _no_copy(how: str) -> str:
+    return explain(
+        "optimizer", how, "an OffloadAdam owns threads and pinned memory, which cannot be copied",
+        "Copy optimizer.state_dict() and load it into a new OffloadAdam",
+    )  # fmt: skip

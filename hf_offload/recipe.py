@@ -1,0 +1,340 @@
+"""Recipes: one YAML file that says what is trained, on what, and how, read into frozen dataclasses.
+
+Reading a recipe imports neither torch nor transformers; `training_arguments` does, to have transformers itself check
+the `training` section.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_offload import strict_yaml
+from hf_offload.config import OffloadConfig
+from hf_offload.errors import ConfigError, RecipeError, explain, nearest
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+TRAINERS = ("causal_lm",)
+DTYPES = ("bfloat16", "float16", "float32")
+TOKENIZERS = ("pretrained", "byte_level")
+LOSS_ON = ("answers", "all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Which model. Exactly one of `path` and `config`.
+
+    Attributes:
+        path: a folder with config.json and weights, or a hub id.
+        config: `model_type` and the fields of that configuration; the model starts from random weights.
+        dtype: of the weights as loaded: bfloat16, float16 or float32.
+        attn_implementation: as in from_pretrained; None: transformers chooses.
+        trust_remote_code: whether code that comes with the model may run.
+        freeze: patterns (as in a shell) of parameter names that are not trained.
+        shape: `model_type` and configuration fields of `path`, so that a plan needs no hub; never used to train.
+    """
+
+    path: str | None = None
+    config: dict[str, Any] | None = None
+    dtype: str = "bfloat16"
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+    freeze: tuple[str, ...] = ()
+    shape: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("model.dtype", self.dtype, DTYPES)
+        if (self.path is None) == (self.config is None):
+            cause = "neither is given" if self.path is None else "both are given"
+            remedy = "Give one of them; `model.config=null` on the command line takes the other out"
+            raise RecipeError(f"model.path and model.config: {cause}. {remedy}.")
+        for name in ("config", "shape"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given.get("model_type"), str):
+                raise RecipeError(f"model.{name}.model_type: missing. Name the architecture, as in `model_type: llama`.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSpec:
+    """Which tokenizer: `pretrained` (from `path`, or the model's) or the built-in `byte_level` (260 tokens)."""
+
+    kind: str = "pretrained"
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("tokenizer.kind", self.kind, TOKENIZERS)
+        if self.kind == "byte_level" and self.path is not None:
+            raise RecipeError(
+                explain("tokenizer.path", self.path, "byte_level is built in and has no path", "Take one of them out")
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """What every kind of data has.
+
+    Attributes:
+        block_size: tokens in a row: texts are cut into rows of exactly this, chats are truncated to it.
+        eval_fraction: part of the rows kept for evaluation, 0 to below 1.
+    """
+
+    kind: str
+    block_size: int = 512
+    eval_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.block_size < 2:
+            raise RecipeError(explain("data.block_size", self.block_size, "below 2", "Give at least 2 tokens"))
+        if not 0 <= self.eval_fraction < 1:
+            cause = "not from 0 to below 1"
+            raise RecipeError(explain("data.eval_fraction", self.eval_fraction, cause, "Give a part such as 0.05"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PydocTopics(DataSpec):
+    """The language reference that ships with every Python (`pydoc_data.topics`), some 500,000 characters of English."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFiles(DataSpec):
+    """A text file, or all files of a folder whose names match `pattern` (as in a shell)."""
+
+    path: str
+    pattern: str = "*.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonlChat(DataSpec):
+    """JSON lines, each `{"messages": [{"role": ..., "content": ...}, ...]}`; `loss_on`: answers or all."""
+
+    path: str
+    loss_on: str = "answers"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _one_of("data.loss_on", self.loss_on, LOSS_ON)
+
+
+DATA_KINDS: dict[str, type[DataSpec]] = {"pydoc_topics": PydocTopics, "text": TextFiles, "jsonl": JsonlChat}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A recipe, typed. `training` holds checked names and types; `training_arguments` checks the values."""
+
+    trainer: str
+    model: ModelSpec
+    tokenizer: TokenizerSpec
+    data: DataSpec
+    training: Mapping[str, Any] = field(default_factory=dict)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    source: str = ""
+
+
+def shipped() -> dict[str, Path]:
+    """The recipes that come with the package, by name."""
+    import hf_offload.recipes as package
+
+    folder = Path(package.__path__[0])
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find(name_or_path: str) -> Path:
+    """The file of a recipe given by path or by a shipped recipe's name.
+
+    Raises:
+        RecipeError: neither.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return path
+    known = shipped()
+    if name_or_path in known:
+        return known[name_or_path]
+    if path.is_dir():
+        raise RecipeError(explain("recipe", name_or_path, "is a folder, not a recipe", "Give a YAML file in it"))
+    cause = "no such file, and no shipped recipe has this name"
+    raise RecipeError(explain("recipe", name_or_path, cause, nearest(name_or_path, known)))
+
+
+def load(name_or_path: str, overrides: Sequence[str] = (), output_dir: str | None = None) -> Recipe:
+    """Read a recipe, apply overrides, check every key and type.
+
+    Args:
+        overrides: `dotted.key=value`, values in YAML; the last one wins.
+        output_dir: wins over `training.output_dir` from wherever.
+
+    Raises:
+        RecipeError: anything that does not fit, named by the path of its key.
+    """
+    path = find(name_or_path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RecipeError(explain("recipe", str(path), f"not UTF-8 text ({error})", "Save it as UTF-8")) from None
+    raw = strict_yaml.parse(text, str(path))
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path}: holds no recipe. Write `key: value` lines; `hf-offload recipes show` has examples.")
+    raw = written = _absolute_paths(raw, path.parent)
+    for override in overrides:
+        raw = apply_override(raw, override)
+    raw = _without_stale_shape(raw, written)
+    if output_dir is not None:
+        raw = _set(raw, ["training", "output_dir"], output_dir, "--output-dir")
+    return from_mapping(raw, source=str(path))
+
+
+def from_mapping(raw: Mapping[str, Any], source: str = "") -> Recipe:
+    """A typed recipe from parsed YAML. Raises RecipeError."""
+    known = [f.name for f in dataclasses.fields(Recipe) if f.name != "source"]
+    for key, value in raw.items():
+        if key not in known:
+            raise RecipeError(explain(str(key), value, f"unknown key in {source or 'the recipe'}", nearest(str(key), known)))
+    for key in ("trainer", "model", "data"):
+        if raw.get(key) is None:
+            raise RecipeError(f"{key}: missing from {source or 'the recipe'}. Add this key.")
+    model = strict_yaml.build(ModelSpec, raw["model"], "model")
+    return Recipe(
+        trainer=_trainer(raw["trainer"]),
+        model=model,
+        tokenizer=_tokenizer(raw.get("tokenizer"), model),
+        data=_data(raw["data"]),
+        training=_training(raw.get("training")),
+        offload=_offload(raw.get("offload")),
+        source=source,
+    )
+
+
+def apply_override(raw: dict[str, Any], override: str) -> dict[str, Any]:
+    """`raw` with one `dotted.key=value` applied; `raw` itself stays as it is. Raises RecipeError."""
+    key, equals, text = override.partition("=")
+    names = key.strip().split(".")
+    if not equals or not all(names):
+        remedy = "Write it as in training.max_steps=20"
+        raise RecipeError(explain("override", override, "not of the form key=value", remedy))
+    return _set(raw, names, strict_yaml.parse(text, f"override {key}"), override)
+
+
+def _set(raw: dict[str, Any], names: list[str], value: Any, said: str) -> dict[str, Any]:
+    name, rest = names[0], names[1:]
+    if not rest:
+        return {**raw, name: value}
+    inner = raw.get(name)
+    if inner is None:
+        inner = {}
+    if not isinstance(inner, dict):
+        remedy = f"Override {name} itself, or a key that holds others"
+        raise RecipeError(explain("override", said, f"{name!r} holds {inner!r}, nothing below it", remedy))
+    return {**raw, name: _set(inner, rest, value, said)}
+
+
+def _without_stale_shape(raw: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
+    """The shape written in a recipe is that of the model named there: another path takes it out."""
+    now, before = raw.get("model"), written.get("model")
+    if not isinstance(now, dict) or not isinstance(before, dict):
+        return raw
+    if now.get("path") == before.get("path") or now.get("shape") != before.get("shape"):
+        return raw
+    return {**raw, "model": {key: value for key, value in now.items() if key != "shape"}}
+
+
+def _absolute_paths(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Paths written in the file are meant from the file's folder; those on the command line from the current one."""
+    changed = dict(raw)
+    for section in ("data", "model", "tokenizer"):
+        inner = raw.get(section)
+        if isinstance(inner, dict) and isinstance(inner.get("path"), str):
+            here = folder / Path(inner["path"]).expanduser()
+            if section == "data" or here.exists() or looks_local(inner["path"]):
+                changed[section] = {**inner, "path": str(here)}
+    return changed
+
+
+def looks_local(path: str) -> bool:
+    """Whether a model's path is meant as a folder: a hub id is `name` or `owner/name`, with no leading dot or ~."""
+    parts = path.replace("\\", "/").split("/")
+    return len(parts) > 2 or path.startswith((".", "~", "/", "\\")) or path.endswith(("/", "\\")) or Path(path).exists()
+
+
+def _one_of(name: str, value: str, valid: Sequence[str]) -> None:
+    if value not in valid:
+        raise RecipeError(explain(name, value, "not a valid value", nearest(value, valid)))
+
+
+def _trainer(value: Any) -> str:
+    if value == "sft":
+        remedy = "Use causal_lm, which trains on chats with the loss on the answers, or TRL's SFTTrainer with --optim"
+        raise RecipeError(explain("trainer", value, "comes with a later version", f"{remedy} offload_adam"))
+    if value not in TRAINERS:
+        raise RecipeError(explain("trainer", value, "not a valid trainer", nearest(str(value), TRAINERS)))
+    return str(value)
+
+
+def _tokenizer(raw: Any, model: ModelSpec) -> TokenizerSpec:
+    spec = strict_yaml.build(TokenizerSpec, raw, "tokenizer")
+    if spec.kind == "pretrained" and spec.path is None:
+        if model.path is None:
+            remedy = "Give tokenizer.path, or tokenizer.kind: byte_level"
+            raise RecipeError(f"tokenizer.path: missing, and a model built from model.config brings none. {remedy}.")
+        return dataclasses.replace(spec, path=model.path)
+    return spec
+
+
+def _data(raw: Any) -> DataSpec:
+    if not isinstance(raw, dict):
+        raise RecipeError(explain("data", raw, "not a mapping", "Write `kind: ...` and its keys under it"))
+    kind = raw.get("kind")
+    if kind not in DATA_KINDS:
+        raise RecipeError(explain("data.kind", kind, "not a valid kind of data", nearest(str(kind), DATA_KINDS)))
+    return strict_yaml.build(DATA_KINDS[kind], raw, "data")
+
+
+def _offload(raw: Any) -> OffloadConfig:
+    values = strict_yaml.typed_fields(OffloadConfig, raw, "offload")
+    try:
+        return OffloadConfig.from_mapping(values)
+    except ConfigError as error:
+        raise RecipeError(f"offload.{error}") from None
+
+
+def _training(raw: Any) -> Mapping[str, Any]:
+    """The section as given: its names and types are transformers' own, checked by `training_arguments`."""
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise RecipeError(explain("training", raw, "not a mapping", "Write TrainingArguments as `key: value` under it"))
+    cause = "a recipe always trains with offload_adam"
+    if raw.get("optim") not in (None, "offload_adam"):
+        raise RecipeError(explain("training.optim", raw["optim"], cause, "Leave it out"))
+    if raw.get("optim_args") is not None:
+        remedy = "Write its settings under `offload:`"
+        raise RecipeError(explain("training.optim_args", raw["optim_args"], cause, remedy))
+    return {str(key): value for key, value in raw.items() if value is not None and key != "optim"}
+
+
+def training_arguments(recipe: Recipe, **defaults: Any) -> TrainingArguments:
+    """transformers' TrainingArguments from the recipe's `training` section.
+
+    Args:
+        defaults: values for what the recipe does not set.
+
+    Raises:
+        RecipeError: an unknown name, a value of another type, or one that transformers refuses.
+    """
+    from transformers import TrainingArguments
+
+    raw = dict(recipe.training)
+    if isinstance(raw.get("resume_from_checkpoint"), bool):
+        # Trainer.train takes true for "the last checkpoint in output_dir", though the field is typed as text.
+        raw["resume_from_checkpoint"] = str(raw["resume_from_checkpoint"]).lower()
+    values = strict_yaml.typed_fields(TrainingArguments, raw, "training")
+    try:
+        return TrainingArguments(**{**defaults, **values})
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        cause = " ".join(str(error).split())
+        raise RecipeError(f"training: transformers refuses these TrainingArguments: {cause}") from error

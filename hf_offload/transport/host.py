@@ -1,0 +1,194 @@
+"""`HostTransport`: the transport without a GPU. Device memory is ordinary memory; the copies are real and asynchronous.
+
+Two worker threads stand for the two directions of a link, so order and ownership are exercised as on a GPU. Bandwidth
+and latency can be emulated ("what would this schedule do on a 16 GB/s link?") and tests can inject delays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hf_offload.errors import TransportError, WaitTimeout, explain
+from hf_offload.transport.base import Event, Segment
+
+_ALIGN = 64  # bytes: one cache line, and the widest vector register
+
+Delay = Callable[[str, int], float]
+"""`delay(direction, nbytes) -> seconds` to sleep before a copy; direction is "d2h" or "h2d"."""
+
+
+class HostCopy:
+    """The `Event` of one copy of a `HostTransport`."""
+
+    __slots__ = ("_done", "_error", "_move", "_span", "nbytes", "what")
+
+    def __init__(self, what: str, nbytes: int, move: Callable[[], None]) -> None:
+        self.what = what
+        self.nbytes = nbytes
+        self._move: Callable[[], None] | None = move
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._span = (0.0, 0.0)
+
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float) -> None:
+        if not self._done.wait(timeout_s):
+            raise WaitTimeout(
+                explain(
+                    "timeout_s", timeout_s, f"{self.what} did not end in time", "Raise timeout_s if it is only slow"
+                )
+            )
+        if self._error is not None:
+            raise TransportError(f"{self.what} failed: {self._error}") from self._error
+
+    def span(self) -> tuple[float, float]:
+        return self._span
+
+    def run(self, pace: Callable[[int, float], None]) -> None:
+        """Move the bytes, then let `pace(nbytes, start)` hold the copy up to the emulated link's speed."""
+        assert self._move is not None
+        start = time.perf_counter()
+        self._move()
+        pace(self.nbytes, start)
+        self._span = (start, time.perf_counter())
+        self.finish(None)
+
+    def finish(self, error: BaseException | None) -> None:
+        self._error = error
+        self._move = None  # lets go of the segments' owners
+        self._done.set()
+
+
+class _Lane(threading.Thread):
+    """One direction of the link: runs its copies in the order they came."""
+
+    def __init__(self, direction: str, link_gb_s: float | None, link_latency_us: float, delay: Delay | None) -> None:
+        super().__init__(name=f"hf_offload-{direction}", daemon=True)
+        self._direction = direction
+        self._seconds_per_byte = 0.0 if link_gb_s is None else 1.0 / (link_gb_s * 1e9)
+        self._latency_s = link_latency_us * 1e-6
+        self._delay = delay
+        self._jobs: queue.SimpleQueue[HostCopy | None] = queue.SimpleQueue()
+        self._submitting = threading.Lock()
+        self._closed = False
+        self._broken: BaseException | None = None
+        self.start()
+
+    def submit(self, copy: HostCopy) -> HostCopy:
+        with self._submitting:  # no copy may slip in behind the closing None, where nobody would ever finish it
+            if self._closed:
+                raise TransportError(f"{copy.what}: the transport is closed. Make a new optimizer.")
+            self._jobs.put(copy)
+        return copy
+
+    def stop(self) -> None:
+        with self._submitting:
+            if not self._closed:
+                self._closed = True
+                self._broken = self._broken or TransportError("the transport was closed")
+                self._jobs.put(None)
+
+    def run(self) -> None:
+        while (copy := self._jobs.get()) is not None:
+            if self._broken is not None:
+                copy.finish(self._broken)
+                continue
+            try:
+                if self._delay is not None:
+                    time.sleep(self._delay(self._direction, copy.nbytes))
+                copy.run(self._pace)
+            except BaseException as error:
+                self._broken = error  # later copies would go out of order: they fail too
+                copy.finish(error)
+
+    def _pace(self, nbytes: int, start: float) -> None:
+        rest = start + self._latency_s + nbytes * self._seconds_per_byte - time.perf_counter()
+        if rest > 0:
+            time.sleep(rest)
+
+
+class HostTransport:
+    """Real copies on two worker threads between memory blocks of one process.
+
+    Args:
+        slots: slots in each of the two rings.
+        slot_bytes: bytes of one slot, rounded up to whole cache lines of 64.
+        link_gb_s: emulated speed of each direction, 1e9 bytes/s; None: as fast as memory.
+        link_latency_us: emulated latency added to each copy, microseconds.
+        delay: for tests: seconds to sleep before each copy.
+    """
+
+    name = "host"
+
+    def __init__(
+        self,
+        slots: int,
+        slot_bytes: int,
+        *,
+        link_gb_s: float | None = None,
+        link_latency_us: float = 0.0,
+        delay: Delay | None = None,
+    ) -> None:
+        stride = -(-slot_bytes // _ALIGN) * _ALIGN
+        self.pinned_bytes = 2 * slots * stride
+        slab = _aligned(self.pinned_bytes)
+        views = [slab[i * stride : (i + 1) * stride] for i in range(2 * slots)]
+        self.down: Sequence[np.ndarray] = views[:slots]
+        self.up: Sequence[np.ndarray] = views[slots:]
+        self._lanes = [_Lane(d, link_gb_s, link_latency_us, delay) for d in ("d2h", "h2d")]
+        self._finalizer = weakref.finalize(self, _stop, self._lanes, os.getpid())
+
+    def mark(self) -> Any:
+        return None  # on a CPU whatever was asked for before is already done
+
+    def to_host(self, segments: Sequence[Segment], slot: int, after: Any) -> Event:
+        base = self.down[slot].ctypes.data
+        moves = [(base + s.offset, s.pointer, s.nbytes) for s in segments]
+        return self._submit(0, "the copy of gradients to the host", moves, segments)
+
+    def to_device(self, segments: Sequence[Segment], slot: int, after: Any) -> Event:
+        base = self.up[slot].ctypes.data
+        moves = [(s.pointer, base + s.offset, s.nbytes) for s in segments]
+        return self._submit(1, "the copy of weights to the device", moves, segments)
+
+    def join(self, event: Event, timeout_s: float) -> None:
+        event.wait(timeout_s)
+
+    def close(self) -> None:
+        self._finalizer()
+        self.down = self.up = ()
+        self.pinned_bytes = 0
+
+    def _submit(self, lane: int, what: str, moves: list[tuple[int, int, int]], owners: Sequence[Segment]) -> HostCopy:
+        def move(owners: Sequence[Segment] = owners) -> None:  # the default keeps the memory's owners alive
+            for destination, source, nbytes in moves:
+                ctypes.memmove(destination, source, nbytes)  # releases the GIL
+
+        return self._lanes[lane].submit(HostCopy(what, sum(m[2] for m in moves), move))
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    raw = np.empty(nbytes + _ALIGN, np.uint8)
+    start = -raw.ctypes.data % _ALIGN
+    return raw[start : start + nbytes]
+
+
+def _stop(lanes: list[_Lane], pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child has the objects but not the threads
+    for lane in lanes:
+        lane.stop()
+    if not threading.current_thread().name.startswith("hf_offload-"):  # the garbage collector may run on one of ours
+        for lane in lanes:
+            lane.join()

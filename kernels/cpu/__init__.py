@@ -1,0 +1,22 @@
+"""The CPU kernels: NumPy arrays in, no torch.
+
+Importing this package imports numba; nothing is compiled until a kernel is first called.
+"""
+
+from hf_offload.kernels.cpu.adam import INACTIVE, NUM_COEF, adam_step, coefficients
+from hf_offload.kernels.cpu.cast import narrow, reseed, widen
+from hf_offload.kernels.cpu.jit import max_threads
+from hf_offload.kernels.cpu.reduce import checksum, sum_of_squares
+
+__all__ = [
+    "INACTIVE",
+    "NUM_COEF",
+    "adam_step",
+    "checksum",
+    "coefficients",
+    "max_threads",
+    "narrow",
+    "reseed",
+    "sum_of_squares",
+    "widen",
+]
