@@ -49,3 +49,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOME])
+
+
+from hf_offload import autoload as _autoload  # noqa: E402  (needs the __path__ set above)
+
+_autoload.install()

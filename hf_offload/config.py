@@ -28,7 +28,9 @@ class OffloadConfig:
         ConfigError: an unknown name (with the nearest valid one) or a value outside its range.
     """
 
-    schedule: str = _doc("auto | in_order | overlapped; auto: overlapped on CUDA with a model, else in_order", default="auto")
+    schedule: str = _doc(
+        "auto | in_order | overlapped; auto: overlapped on CUDA with a model, else in_order", default="auto"
+    )
     transport: str = _doc("auto | host | cuda; auto: by the parameters' device", default="auto")
     link_gb_s: float | None = _doc("emulated link speed each way, 1e9 bytes/s; host transport only", default=None)
     link_latency_us: float = _doc("emulated latency of each copy, microseconds; host transport only", default=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_offload.config import OffloadConfig
 from hf_offload.engine import Engine
-from hf_offload.engine.gradients import Gradient, collect
+from hf_offload.engine.gradients import collect
 from hf_offload.engine.scaling import PendingScale
 from hf_offload.engine.stats import Stats
 from hf_offload.engine.tensors import check_parameter

@@ -63,7 +63,7 @@ def _check_mode(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     theirs = saved.get("decoupled_weight_decay", ours)
     if theirs != ours:
         raise StateError(
-            explain("decoupled_weight_decay", theirs, f"the saved state's weight decay works otherwise than here ({ours})",
+            explain("decoupled_weight_decay", theirs, f"the state was saved with another mode of decay than {ours}",
                     f"Make the optimizer with decoupled_weight_decay={theirs}")
         )  # fmt: skip
 

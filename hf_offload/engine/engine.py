@@ -27,7 +27,7 @@ from hf_offload.engine.stats import Meter, Stats
 from hf_offload.engine.tensors import WIRE
 from hf_offload.engine.units import find_units
 from hf_offload.engine.watch import WeightWatch
-from hf_offload.engine.work import ArenaWork, BucketWork, bucket_works
+from hf_offload.engine.work import ArenaWork, bucket_works
 from hf_offload.errors import ConfigError, StateError, UnsupportedError, explain
 from hf_offload.kernels import cpu
 

@@ -89,7 +89,7 @@ def _runs(params: Sequence[ParamSpec]) -> Iterator[tuple[tuple[int, str], list[i
 
 
 def _cut(unit: int, wire: str, start: int, end: int, most: int, params: list[tuple[int, int, int]]) -> Iterator[Bucket]:
-    """Cut the arena run [start, end) into buckets of `most` elements. `params`: (index, arena start, numel), in order."""
+    """Cut the arena run [start, end) into buckets of `most` elements. `params`: (index, arena start, numel)."""
     first = 0
     for low in range(start, end, most):
         high = min(low + most, end)
