@@ -62,18 +62,15 @@ def check_host_budget(need: Mapping[str, int], max_host_bytes: int | None, root:
     """
     needed = sum(need.values())
     if max_host_bytes is not None and needed > max_host_bytes:
-        cause = f"the plan takes {_bytes(needed)} of host memory:\n{_table(need)}"
+        cause = f"the plan takes {_bytes(needed)} of host memory"
         remedy = f"Raise max_host_bytes to at least {needed}, or {_SMALLER}"
-        raise HostMemoryError(explain("max_host_bytes", max_host_bytes, cause, remedy))
+        raise HostMemoryError(explain("max_host_bytes", max_host_bytes, cause, remedy) + _table(need))
     memory = available_host_bytes(root)
     if memory.known and needed > memory.available:
-        cause = (
-            f"the plan takes {_bytes(needed)} and {_bytes(memory.available)} are left, by {memory.source} "
-            f"(total {_bytes(memory.total)}):\n{_table(need)}"
-        )
-        limit = "raise the container's or job's memory limit" if "cgroup" in memory.source else "end other programs"
+        cause = f"the plan takes {_bytes(needed)}, but of {_bytes(memory.total)} only {_bytes(memory.available)} are left"
+        limit = "raise the memory limit of the container or job" if "cgroup" in memory.source else "end other programs"
         remedy = f"Use a machine with more memory, {limit}, or {_SMALLER}"
-        raise HostMemoryError(explain("host memory", memory.available, cause, remedy))
+        raise HostMemoryError(explain("host memory", memory.source, cause, remedy) + _table(need))
 
 
 _SMALLER = "train fewer parameters (freeze some, or use LoRA)"
@@ -86,7 +83,7 @@ def _bytes(count: int) -> str:
 def _table(need: Mapping[str, int]) -> str:
     lines = [*need.items(), ("sum", sum(need.values()))]
     width = max(len(name) for name, _ in lines)
-    return "\n".join(f"  {name:<{width}}  {_bytes(count)}" for name, count in lines) + "\n"
+    return "".join(f"\n  {name:<{width}}  {_bytes(count)}" for name, count in lines)
 
 
 def _machine(root: Path) -> Iterator[HostMemory]:

@@ -48,8 +48,11 @@ def find_units(model: nn.Module) -> UnitMap:
     modules of one class, else those of every Sequential. A parameter shared between units belongs to the first.
     """
     blocks = {id(m): name for name, m in find_blocks(model)}
-    names, members, tail_params, owned = [], [], [], set()
+    names: list[str] = []
+    members: list[list[Tensor]] = []
     head_params: list[Tensor] = []
+    tail_params: list[Tensor] = []
+    owned: set[int] = set()
     for name, module in _walk(model, blocks):
         whole = id(module) in blocks
         fresh = [p for p in module.parameters(recurse=whole) if id(p) not in owned]
