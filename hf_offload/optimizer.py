@@ -148,7 +148,8 @@ class OffloadAdam(torch.optim.Optimizer):
         self.engine.wait_all()
         entries = loadable(self, state_dict)
         if entries:
-            self.engine.bind(self._parameters())
+            self.engine.bind_trainable()
+            self.engine.bind(entries)
         super().load_state_dict({**state_dict, "state": {}})
         load_state(self, entries)
         self._pending.clear()

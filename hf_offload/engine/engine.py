@@ -115,14 +115,19 @@ class Engine:
 
     # ---- binding: state is allocated
 
+    def bind_trainable(self) -> None:
+        """Bind, once, the parameters that require a gradient now."""
+        if not self._bound:
+            self.bind(p for p in self._parameters() if p.requires_grad)
+            self._bound = True
+
     def bind(self, params: Iterable[Tensor]) -> None:
-        """Allocate state for those of `params` that require a gradient and have none yet; masters are seeded.
+        """Allocate state for those of `params` that have none yet; masters are seeded.
 
         Raises:
             HostMemoryError: 12 bytes a parameter more do not fit; nothing was allocated.
         """
-        self._bound = True
-        fresh = [p for p in params if p.requires_grad and p not in self._place_of]
+        fresh = [p for p in params if p not in self._place_of]
         if not fresh:
             return
         self._check_open()
@@ -149,7 +154,8 @@ class Engine:
             self.wait_all()
         record = self.meter.begin(self._steps + 1)
         with self.meter.waiting():
-            self.bind(self._parameters() if not self._bound else [g.param for g in grads])
+            self.bind_trainable()
+            self.bind(g.param for g in grads)  # unfrozen or added later, or frozen since backward
             self._reseed_suspects()
             pipeline = self._pipeline or self._start()
             works = bucket_works(self._take(groups, grads, grad_scale), self._unit_name, self._rank())
@@ -287,7 +293,7 @@ class Engine:
         if self._kept:
             self._wait_for_kept_gradients()
         if not self._bound and not self._closed and torch.is_grad_enabled():
-            self.bind(self._parameters())
+            self.bind_trainable()
 
     # ---- weights changed from outside
 

@@ -55,7 +55,7 @@ def find_units(model: nn.Module) -> UnitMap:
     owned: set[int] = set()
     for name, module in _walk(model, blocks):
         whole = id(module) in blocks
-        fresh = [p for p in module.parameters(recurse=whole) if id(p) not in owned]
+        fresh: list[Tensor] = [p for p in module.parameters(recurse=whole) if id(p) not in owned]
         owned.update(map(id, fresh))
         if whole:
             names.append(name)
