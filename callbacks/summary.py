@@ -108,7 +108,7 @@ class SummaryCallback(TrainerCallback):
         }
 
     def _speed(self) -> dict[str, float | None]:
-        """Tokens per second and seconds per step. Step numbers here are the Trainer's, which a resumed run continues."""
+        """Tokens per second and seconds per step. Step numbers are the Trainer's, which a resumed run continues."""
         numbers = sorted(self._durations)
         numbers = numbers[WARMUP_STEPS:] or numbers
         spent = sum(self._durations[n] for n in numbers)

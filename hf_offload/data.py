@@ -152,7 +152,7 @@ def chat_row(messages: list[dict[str, str]], tokenizer: Any, answers_only: bool,
     Raises:
         RecipeError: the template rewrites earlier turns, so that an answer cannot be told from its prompt.
     """
-    ids = _render(messages, tokenizer)
+    ids = _render(messages, tokenizer, where)
     if not answers_only:
         return {"input_ids": ids, "labels": list(ids)}
     labels = [IGNORED] * len(ids)
@@ -160,8 +160,8 @@ def chat_row(messages: list[dict[str, str]], tokenizer: Any, answers_only: bool,
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = _render(messages[:turn], tokenizer, add_generation_prompt=True)
-        upto = _render(messages[: turn + 1], tokenizer)
+        prompt = _render(messages[:turn], tokenizer, where, add_generation_prompt=True)
+        upto = _render(messages[: turn + 1], tokenizer, where)
         if ids[: len(prompt)] != prompt or ids[: len(upto)] != upto:
             cause = f"the chat template rewrites earlier turns or joins a prompt's last token to answer {turn}"
             remedy = "Use loss_on: all, or an answer without leading white space"
@@ -175,10 +175,13 @@ def chat_row(messages: list[dict[str, str]], tokenizer: Any, answers_only: bool,
     return {"input_ids": ids, "labels": labels}
 
 
-def _render(messages: list[dict[str, str]], tokenizer: Any, add_generation_prompt: bool = False) -> list[int]:
-    if not messages and not add_generation_prompt:
-        return []
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+def _render(
+    messages: list[dict[str, str]], tokenizer: Any, where: str, add_generation_prompt: bool = False
+) -> list[int]:
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except Exception as error:  # jinja2's, or what the template's own raise_exception gives
+        raise RecipeError(f"{where}: the chat template refuses this chat: {error}. Change its turns.") from error
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 

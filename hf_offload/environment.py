@@ -1,4 +1,4 @@
-"""What this process runs on: versions, processor, memory, GPU. Imports neither torch nor transformers by itself."""
+"""What this process runs on: versions, processor, memory, GPU. Stdlib only, but for `facts`, which asks torch too."""
 
 from __future__ import annotations
 
@@ -94,3 +94,53 @@ def hardware() -> dict[str, Any]:
         "gpus": [{"name": name, "bytes": size} for name, size in gpus()],
         "system": platform.platform(),
     }
+
+
+def facts() -> dict[str, str]:
+    """Everything a bug report should say, as text by name."""
+    import torch
+
+    from hf_offload import hostmem
+
+    memory = hostmem.available_host_bytes()
+    found = versions()
+    found["torch built for"] = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    found["GPU"] = ", ".join(f"{name} ({size / 1e9:.1f} GB)" for name, size in gpus()) or "none"
+    found["processor"] = processor()
+    found["cores"] = f"{usable_cores()} usable of {os.cpu_count()} (affinity)"
+    if memory.known:
+        available, total = memory.available / 1e9, memory.total / 1e9
+        found["host memory"] = f"{available:.1f} of {total:.1f} GB available ({memory.source})"
+    else:
+        found["host memory"] = "not known"
+    found["numba threads"], found["numba layer"] = _numba()
+    found["--optim offload_adam"] = _autoload()
+    found["system"] = platform.platform()
+    return found
+
+
+def _numba() -> tuple[str, str]:
+    """Threads the kernels may use, and the threading layer, which numba chooses when a parallel kernel first runs."""
+    import numpy as np
+
+    from hf_offload.kernels import cpu
+    from hf_offload.kernels.cpu import jit
+
+    threads = cpu.max_threads()
+    cpu.checksum(np.zeros(1 << 22, dtype=np.uint16), threads)
+    try:
+        return str(threads), str(jit.numba.threading_layer())
+    except ValueError:
+        return str(threads), "not started (one thread needs none)"
+
+
+def _autoload() -> str:
+    """Whether scripts that never heard of hf_offload know the flag."""
+    from hf_offload import autoload
+
+    entries = importlib.metadata.entry_points(group="torch.backends")
+    if not any(entry.value.startswith("hf_offload.") for entry in entries):
+        return "known to scripts that import hf_offload (not installed with pip)"
+    if os.environ.get(autoload.SWITCH, "1").strip().lower() in autoload.OFF:
+        return f"known to scripts that import hf_offload ({autoload.SWITCH} turns autoload off)"
+    return "known to every script (autoload active)"

@@ -21,7 +21,7 @@ class HostMemory:
     Attributes:
         available: bytes that can be taken without swapping or being killed; 0 where unknown.
         total: bytes of the machine or of its tightest cgroup; 0 where unknown.
-        source: what sets `available`, such as "/proc/meminfo MemAvailable" or "cgroup memory.max of /a/b"; or "unknown".
+        source: what sets `available`: "/proc/meminfo MemAvailable", "cgroup memory.max of /a/b" ...; or "unknown".
     """
 
     available: int
@@ -67,7 +67,9 @@ def check_host_budget(need: Mapping[str, int], max_host_bytes: int | None, root:
         raise HostMemoryError(explain("max_host_bytes", max_host_bytes, cause, remedy) + _table(need))
     memory = available_host_bytes(root)
     if memory.known and needed > memory.available:
-        cause = f"the plan takes {_bytes(needed)}, but of {_bytes(memory.total)} only {_bytes(memory.available)} are left"
+        cause = (
+            f"the plan takes {_bytes(needed)}, but of {_bytes(memory.total)} only {_bytes(memory.available)} are left"
+        )
         limit = "raise the memory limit of the container or job" if "cgroup" in memory.source else "end other programs"
         remedy = f"Use a machine with more memory, {limit}, or {_SMALLER}"
         raise HostMemoryError(explain("host memory", memory.source, cause, remedy) + _table(need))

@@ -1,4 +1,4 @@
-"""What the planner needs to know of a model, from its configuration alone: built on the meta device, without weights."""
+"""What the planner needs to know of a model, from its configuration alone: built on the meta device, no weights."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hf_offload.errors import ConfigError, RecipeError, explain, nearest
+from hf_offload.errors import ConfigError, RecipeError, explain
 from hf_offload.recipe import ModelSpec, TokenizerSpec, looks_local
+from hf_offload.strict_yaml import suggest
 
 T = TypeVar("T")
 
@@ -21,8 +22,9 @@ T = TypeVar("T")
 _OLD_CONFIG_KEYS = {"rope_theta", "rope_scaling", "torch_dtype", "_name_or_path", "model_type"}
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{{ message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _SPECIAL_TOKENS = ("<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
 
@@ -82,9 +84,7 @@ def pretrained_config(path: str, setting: str, trust_remote_code: bool = False) 
     return fetch(
         setting,
         path,
-        lambda offline: AutoConfig.from_pretrained(
-            path, local_files_only=offline, trust_remote_code=trust_remote_code
-        ),
+        lambda offline: AutoConfig.from_pretrained(path, local_files_only=offline, trust_remote_code=trust_remote_code),
     )
 
 
@@ -98,15 +98,15 @@ def scratch_config(fields: dict[str, Any], setting: str) -> Any:
 
     model_type = fields["model_type"]
     if model_type not in CONFIG_MAPPING:
-        remedy = nearest(model_type, list(CONFIG_MAPPING)).partition("Valid:")[0].strip()
-        remedy = remedy or "Give a model_type of this transformers, such as llama"
+        remedy = suggest(model_type, list(CONFIG_MAPPING))
         raise RecipeError(explain(f"{setting}.model_type", model_type, "not known to transformers", remedy))
     cls = CONFIG_MAPPING[model_type]
     known = set(inspect.signature(cls.__init__).parameters) - {"self", "kwargs"}
     known |= set(getattr(cls, "attribute_map", {})) | set(cls().to_dict()) | _OLD_CONFIG_KEYS
     for name, value in fields.items():
         if name not in known:
-            raise RecipeError(explain(f"{setting}.{name}", value, f"not a field of {model_type}", nearest(name, known)))
+            cause = f"not a field of {model_type}"
+            raise RecipeError(explain(f"{setting}.{name}", value, cause, suggest(name, sorted(known))))
     try:
         return cls(**{name: value for name, value in fields.items() if name != "model_type"})
     except Exception as error:  # the classes of transformers' validation errors differ between versions
@@ -114,19 +114,19 @@ def scratch_config(fields: dict[str, Any], setting: str) -> Any:
         raise RecipeError(f"{setting}: transformers refuses this configuration: {cause}") from error
 
 
-def build_tokenizer(spec: TokenizerSpec, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a recipe. Raises RecipeError."""
+def build_tokenizer(spec: TokenizerSpec, model: ModelSpec) -> Any:
+    """The tokenizer of a recipe: its own, or the one that lies with the model. Raises RecipeError."""
     if spec.kind == "byte_level":
         return byte_level_tokenizer()
     from transformers import AutoTokenizer
 
-    path = spec.path
+    setting, path = ("tokenizer.path", spec.path) if spec.path is not None else ("model.path", model.path)
     assert path is not None
     tokenizer = fetch(
-        "tokenizer.path",
+        setting,
         path,
         lambda offline: AutoTokenizer.from_pretrained(
-            path, local_files_only=offline, trust_remote_code=trust_remote_code
+            path, local_files_only=offline, trust_remote_code=model.trust_remote_code
         ),
     )
     if tokenizer.pad_token_id is None:
@@ -173,6 +173,7 @@ def build_model(spec: ModelSpec, tokenizer: Any) -> Any:
         kwargs["attn_implementation"] = spec.attn_implementation
     if spec.config is not None:
         config = scratch_config(spec.config, "model.config")
+        _check_vocabulary(config, tokenizer, "model.config.vocab_size")
         # Else the Trainer finds that they differ from the tokenizer's, sets them and warns.
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         config.pad_token_id = tokenizer.pad_token_id
@@ -180,18 +181,22 @@ def build_model(spec: ModelSpec, tokenizer: Any) -> Any:
     else:
         path = spec.path
         assert path is not None
-        pretrained_config(path, "model.path", spec.trust_remote_code)
+        config = pretrained_config(path, "model.path", spec.trust_remote_code)
+        _check_vocabulary(config, tokenizer, "vocab_size of the model")
         model = fetch(
             "model.path",
             path,
             lambda offline: AutoModelForCausalLM.from_pretrained(path, local_files_only=offline, **kwargs),
         )
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
-        cause = f"the tokenizer has {len(tokenizer)} tokens"
-        raise RecipeError(explain("vocab_size of the model", rows, cause, "Give the two that belong together"))
     freeze(model, spec.freeze)
     return model
+
+
+def _check_vocabulary(config: Any, tokenizer: Any, setting: str) -> None:
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    if rows is not None and len(tokenizer) > rows:
+        cause = f"the tokenizer has {len(tokenizer)} tokens"
+        raise RecipeError(explain(setting, rows, cause, "Give a model and a tokenizer that belong together"))
 
 
 def _refusals_named(build: Callable[[], T]) -> T:

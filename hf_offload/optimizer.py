@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,11 +14,12 @@ from torch import Tensor, nn
 from hf_offload.config import OffloadConfig
 from hf_offload.engine import Engine
 from hf_offload.engine.gradients import collect
+from hf_offload.engine.hyper import check_group
 from hf_offload.engine.scaling import PendingScale
 from hf_offload.engine.stats import Stats
 from hf_offload.engine.tensors import check_parameter
-from hf_offload.errors import ConfigError, UnsupportedError, explain
-from hf_offload.state import load_state, loadable
+from hf_offload.errors import ConfigError, StateError, UnsupportedError, explain
+from hf_offload.state import load
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class OffloadAdam(torch.optim.Optimizer):
         weight_decay: λ.
         decoupled_weight_decay: True: AdamW's decay; False: λθ is added to the gradient.
         maximize: ascend instead of descend.
+        amsgrad: here to be refused by name; it is not supported.
         config: settings of the engine; None: the defaults.
         model: what `attach` takes; needed by `schedule="overlapped"`.
 
@@ -58,9 +59,13 @@ class OffloadAdam(torch.optim.Optimizer):
         *,
         decoupled_weight_decay: bool = True,
         maximize: bool = False,
+        amsgrad: bool = False,
         config: OffloadConfig | None = None,
         model: nn.Module | None = None,
     ) -> None:
+        if config is not None and not isinstance(config, OffloadConfig):
+            remedy = "Write config=OffloadConfig(...), or OffloadConfig.from_mapping(...) around a dict"
+            raise ConfigError(explain("config", config, "not an OffloadConfig", remedy))
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -68,9 +73,10 @@ class OffloadAdam(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
-            "amsgrad": False,
+            "amsgrad": amsgrad,
         }
         self._engine: Engine | None = None
+        self._shown: dict[Tensor, dict[str, Tensor]] = {}
         super().__init__(params, defaults)
         if not any(p.requires_grad for p in self._parameters()):
             raise ConfigError(
@@ -92,9 +98,9 @@ class OffloadAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_group(group)
+            check_group(group)
             for i, p in enumerate(group["params"]):
-                check_parameter(p, f"parameter {i}, shape {tuple(p.shape)}")
+                check_parameter(p, i)
         except Exception:
             self.param_groups.pop()
             raise
@@ -107,13 +113,15 @@ class OffloadAdam(torch.optim.Optimizer):
 
         Raises:
             UnsupportedError: a gradient that is sparse or of another dtype or device than its parameter.
-            StateError: gradients changed after they were clipped, or an earlier step failed.
+            StateError: gradients changed after they were clipped, `optimizer.state` was edited, or an earlier step
+                failed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         grads = collect(self.param_groups)
+        self._check_state(g.param for g in grads)
         factor = self._pending.take(grads, self.config.skip_nonfinite)
         if factor.skip:
             self._skip()
@@ -140,25 +148,15 @@ class OffloadAdam(torch.optim.Optimizer):
         """Load a state dict of this class or of `torch.optim.AdamW`; tensors are copied and stay fp32 on the host.
 
         A missing `master` is taken from the weight; one that does not round to the weight follows the weight, at the
-        next step, with a warning.
+        next step, with a warning. A parameter without state starts anew.
 
         Raises:
-            StateError: a file that does not fit; nothing was changed.
+            StateError: a state dict that does not fit; nothing was changed.
+            HostMemoryError: there is no room for the state; nothing was changed.
         """
         self.engine.wait_all()
-        entries = loadable(self, state_dict)
-        if entries:
-            self.engine.bind_trainable()
-            self.engine.bind(entries)
-        super().load_state_dict({**state_dict, "state": {}})
-        load_state(self, entries)
+        load(self, state_dict)
         self._pending.clear()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadAdam:
         raise UnsupportedError(_no_copy("copy.deepcopy"))
@@ -182,8 +180,11 @@ class OffloadAdam(torch.optim.Optimizer):
         """Hook `model`: each unit's forward waits for that unit's weights. Attaching the same model again is free.
 
         Raises:
-            UnsupportedError: an embedding with sparse gradients.
+            UnsupportedError: an embedding with sparse gradients, or DataParallel.
+            ConfigError: not a module, or one that has none of the parameters.
         """
+        if not isinstance(model, nn.Module):
+            raise ConfigError(explain("model", type(model).__name__, "not a torch module", "Pass the model itself"))
         self.engine.attach(model)
 
     @torch.no_grad()
@@ -198,6 +199,7 @@ class OffloadAdam(torch.optim.Optimizer):
 
         Raises:
             ConfigError: a negative or NaN bound.
+            StateError: gradients were added to after an earlier call.
         """
         norm = self._pending.clip(collect(self.param_groups), float(max_norm))
         self.last_grad_norm = norm
@@ -234,15 +236,23 @@ class OffloadAdam(torch.optim.Optimizer):
         return self.engine.stats()
 
     def close(self) -> None:
-        """Finish the step under way, end the threads and free the pinned memory. The state can still be saved."""
+        """Finish the step under way, end the threads and free the pinned memory. The state can still be saved.
+
+        Raises:
+            StateError: a step failed and the weights may be half stepped; all is freed nevertheless.
+        """
         if self._engine is not None:
             self._engine.close()
 
     def __enter__(self) -> OffloadAdam:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        try:
+            self.close()
+        except StateError:
+            if kind is None:  # else somebody is already being told
+                raise
 
     # ---- inside
 
@@ -252,10 +262,24 @@ class OffloadAdam(torch.optim.Optimizer):
     def _device(self) -> torch.device:
         return next(p.device for g in self.param_groups for p in g["params"])
 
+    @torch.inference_mode(False)
     def _fill_state(self) -> None:
+        """Show the host state in `self.state`, where torch keeps it."""
         for p in self._parameters():
-            if p not in self.state and self.engine.is_bound(p):
-                self.state[p] = self.engine.state_views(p)
+            if p not in self._shown and self.engine.is_bound(p):
+                self._shown[p] = self.engine.state_views(p)
+                self.state[p] = dict(self._shown[p])
+
+    def _check_state(self, params: Iterable[Tensor]) -> None:
+        """Refuse a step of parameters whose entry of `self.state` was replaced or taken out by hand."""
+        for p in params:
+            shown, entry = self._shown.get(p, {}), self.state.get(p, {})
+            if any(entry.get(name) is not tensor for name, tensor in shown.items()):
+                raise StateError(
+                    explain("optimizer.state", f"of a parameter of shape {tuple(p.shape)}", "it was replaced by hand, "
+                            "but what the step uses is the memory it showed", "Write into its tensors, or call "
+                            "load_state_dict; with an empty 'state' in the dict, Adam starts anew")
+                )  # fmt: skip
 
     def _skip(self) -> None:
         self.engine.skip()
@@ -268,25 +292,6 @@ class OffloadAdam(torch.optim.Optimizer):
 def _parameters_of(optimizer: weakref.ref[OffloadAdam]) -> list[Tensor]:
     alive = optimizer()
     return alive._parameters() if alive is not None else []
-
-
-def _check_group(group: Mapping[str, Any]) -> None:
-    """Refuse a group's hyper-parameters outside the range Adam is defined for."""
-    beta1, beta2 = group["betas"]
-    for name, value, fits in (
-        ("lr", float(group["lr"]), 0.0 <= float(group["lr"]) < math.inf),
-        ("betas[0]", beta1, 0.0 <= beta1 < 1.0),
-        ("betas[1]", beta2, 0.0 <= beta2 < 1.0),
-        ("eps", group["eps"], 0.0 <= group["eps"] < math.inf),
-        ("weight_decay", group["weight_decay"], 0.0 <= group["weight_decay"] < math.inf),
-    ):
-        if not fits:
-            need = "Give a number in [0, 1)" if name.startswith("betas") else "Give a finite number of at least 0"
-            raise ConfigError(explain(name, value, "outside the range Adam is defined for", need))
-    if group.get("amsgrad"):
-        raise UnsupportedError(
-            explain("amsgrad", True, "the host step keeps no maximum of the second moment", "Leave amsgrad out")
-        )
 
 
 def _no_copy(how: str) -> str:

@@ -192,10 +192,11 @@ def state_lines(counts: Counts) -> tuple[Line, ...]:
     """Weights, gradients and Adam's state: the table of 16 Ψ, 4 Ψ and 12 Ψ bytes."""
     psi, wire = counts.trainable, counts.wire_bytes
     moments = MOMENT_BYTES * psi
+    own_master = MASTER_BYTES * counts.trainable_16
     return (
         Line(name="weights", gpu_without=wire, gpu_with=wire),
         Line(name="gradients", gpu_without=wire, gpu_with=wire),
-        Line(name="master", gpu_without=MASTER_BYTES * counts.trainable_16, host=MASTER_BYTES * psi, note="fp32 weights"),
+        Line(name="master", gpu_without=own_master, host=MASTER_BYTES * psi, note="fp32 weights"),
         Line(name="exp_avg", gpu_without=moments, host=moments, note="first moment m"),
         Line(name="exp_avg_sq", gpu_without=moments, host=moments, note="second moment v"),
     )
@@ -254,7 +255,7 @@ def seconds(counts: Counts, workload: Workload, machine: Machine) -> Seconds:
     link = link_bytes_per_step(counts) / (machine.link_gb_s * GB)
     host_step = host_step_bytes(counts) / (machine.host_bw_gb_s * GB)
     forward = workload.tokens * _forward_flops(counts) / (machine.tflops * 1e12)
-    backward = workload.tokens * _backward_flops(counts) / (machine.tflops * 1e12)
+    backward = workload.tokens * _backward_flops(counts, workload.checkpointing) / (machine.tflops * 1e12)
     exposed = max(0.0, max(link, host_step) - forward)
     return Seconds(
         link=link,
@@ -274,18 +275,18 @@ def _forward_flops(counts: Counts) -> float:
     return 2.0 * counts.total
 
 
-def _backward_flops(counts: Counts) -> float:
-    """Floating-point operations of a backward, per token: frozen weights need no gradient of their own."""
-    return 2.0 * counts.total + 2.0 * counts.trainable
+def _backward_flops(counts: Counts, checkpointing: bool) -> float:
+    """Floating-point operations of a backward, per token: frozen weights need no gradient of their own, and with
+    checkpointing the forward is computed once more."""
+    again = _forward_flops(counts) if checkpointing else 0.0
+    return 2.0 * counts.total + 2.0 * counts.trainable + again
 
 
-def tokens_to_hide(work_seconds: float, counts: Counts, tflops: float) -> Hide:
+def tokens_to_hide(work_seconds: float, counts: Counts, tflops: float, checkpointing: bool = False) -> Hide:
     """Tokens of a micro-batch whose forward, or whose backward and forward, take as long as `work_seconds`."""
     rate = tflops * 1e12
-    forward, backward = _forward_flops(counts), _backward_flops(counts)
-    return Hide(
-        forward=work_seconds * rate / forward, backward_and_forward=work_seconds * rate / (forward + backward)
-    )
+    forward, backward = _forward_flops(counts), _backward_flops(counts, checkpointing)
+    return Hide(forward=work_seconds * rate / forward, backward_and_forward=work_seconds * rate / (forward + backward))
 
 
 def make(
@@ -329,16 +330,15 @@ def make(
         link_bytes=link_bytes_per_step(counts),
         seconds=times,
         hide={
-            "host_step": tokens_to_hide(times.host_step, counts, machine.tflops),
-            "link": tokens_to_hide(times.link, counts, machine.tflops),
-            "both": tokens_to_hide(longest, counts, machine.tflops),
+            what: tokens_to_hide(spent, counts, machine.tflops, workload.checkpointing)
+            for what, spent in (("host_step", times.host_step), ("link", times.link), ("both", longest))
         },
         fit=_fit(state + other, machine),
     )
 
 
 def _other_lines(counts: Counts, workload: Workload, shape: Shape | None, ring: int) -> tuple[Line, ...]:
-    lines = [Line(name="pinned_ring", host=ring, note="bounded, whatever the model")]
+    lines = [Line(name="pinned_ring", host=ring, note="whatever the model")]
     if counts.frozen:
         frozen = counts.frozen_bytes
         lines.append(Line(name="frozen_weights", gpu_without=frozen, gpu_with=frozen, note="no gradient, no state"))

@@ -7,6 +7,7 @@ the `training` section.
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +57,8 @@ class ModelSpec:
         for name in ("config", "shape"):
             given = getattr(self, name)
             if given is not None and not isinstance(given.get("model_type"), str):
-                raise RecipeError(f"model.{name}.model_type: missing. Name the architecture, as in `model_type: llama`.")
+                remedy = "Name the architecture, as in `model_type: llama`"
+                raise RecipeError(f"model.{name}.model_type: missing. {remedy}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +164,36 @@ def find(name_or_path: str) -> Path:
     raise RecipeError(explain("recipe", name_or_path, cause, nearest(name_or_path, known)))
 
 
+def copy(name: str, destination: Path | None, force: bool = False) -> list[Path]:
+    """Copy a recipe and the data file beside it that it names; returns what was written.
+
+    Args:
+        destination: a file, or a folder (anything that does not end in .yaml); None: `NAME.yaml` here.
+
+    Raises:
+        RecipeError: a file is in the way and `force` is not given; nothing is written then.
+    """
+    source = find(name)
+    target = Path(f"{source.stem}.yaml") if destination is None else destination.expanduser()
+    if target.is_dir() or target.suffix not in (".yaml", ".yml"):
+        target = target / source.name
+    raw = strict_yaml.parse(source.read_text(encoding="utf-8"), str(source))
+    pairs = [(source, target)]
+    data = raw.get("data") if isinstance(raw, dict) else None
+    written = data.get("path") if isinstance(data, dict) else None
+    if isinstance(written, str) and not Path(written).is_absolute() and (source.parent / written).is_file():
+        pairs.append((source.parent / written, target.parent / written))
+    for start, end in pairs:
+        if end.exists() and not force:
+            raise RecipeError(explain("DEST", str(end), "is there already", "Give another, or --force to overwrite it"))
+        if end.exists() and end.samefile(start):
+            raise RecipeError(explain("DEST", str(end), "is the recipe itself", "Give another"))
+    for start, end in pairs:
+        end.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(start, end)
+    return [end for _, end in pairs]
+
+
 def load(name_or_path: str, overrides: Sequence[str] = (), output_dir: str | None = None) -> Recipe:
     """Read a recipe, apply overrides, check every key and type.
 
@@ -192,12 +224,13 @@ def load(name_or_path: str, overrides: Sequence[str] = (), output_dir: str | Non
 def from_mapping(raw: Mapping[str, Any], source: str = "") -> Recipe:
     """A typed recipe from parsed YAML. Raises RecipeError."""
     known = [f.name for f in dataclasses.fields(Recipe) if f.name != "source"]
+    where = source or "the recipe"
     for key, value in raw.items():
         if key not in known:
-            raise RecipeError(explain(str(key), value, f"unknown key in {source or 'the recipe'}", nearest(str(key), known)))
+            raise RecipeError(explain(str(key), value, f"unknown key in {where}", nearest(str(key), known)))
     for key in ("trainer", "model", "data"):
         if raw.get(key) is None:
-            raise RecipeError(f"{key}: missing from {source or 'the recipe'}. Add this key.")
+            raise RecipeError(f"{key}: missing from {where}. Add this key.")
     model = strict_yaml.build(ModelSpec, raw["model"], "model")
     return Recipe(
         trainer=_trainer(raw["trainer"]),
@@ -277,11 +310,9 @@ def _trainer(value: Any) -> str:
 
 def _tokenizer(raw: Any, model: ModelSpec) -> TokenizerSpec:
     spec = strict_yaml.build(TokenizerSpec, raw, "tokenizer")
-    if spec.kind == "pretrained" and spec.path is None:
-        if model.path is None:
-            remedy = "Give tokenizer.path, or tokenizer.kind: byte_level"
-            raise RecipeError(f"tokenizer.path: missing, and a model built from model.config brings none. {remedy}.")
-        return dataclasses.replace(spec, path=model.path)
+    if spec.kind == "pretrained" and spec.path is None and model.path is None:
+        remedy = "Give tokenizer.path, or tokenizer.kind: byte_level"
+        raise RecipeError(f"tokenizer.path: missing, and a model built from model.config brings none. {remedy}.")
     return spec
 
 
@@ -332,9 +363,19 @@ def training_arguments(recipe: Recipe, **defaults: Any) -> TrainingArguments:
     if isinstance(raw.get("resume_from_checkpoint"), bool):
         # Trainer.train takes true for "the last checkpoint in output_dir", though the field is typed as text.
         raw["resume_from_checkpoint"] = str(raw["resume_from_checkpoint"]).lower()
+    _rename_checkpointing(raw, {field.name for field in dataclasses.fields(TrainingArguments)})
     values = strict_yaml.typed_fields(TrainingArguments, raw, "training")
     try:
         return TrainingArguments(**{**defaults, **values})
     except (ValueError, TypeError, ImportError, OSError) as error:
         cause = " ".join(str(error).split())
         raise RecipeError(f"training: transformers refuses these TrainingArguments: {cause}") from error
+
+
+def _rename_checkpointing(raw: dict[str, Any], known: set[str]) -> None:
+    """transformers is renaming gradient_checkpointing to activation_checkpointing: recipes may use either name."""
+    new = "activation" if "activation_checkpointing" in known else "gradient"
+    old = "gradient" if new == "activation" else "activation"
+    for ending in ("_checkpointing", "_checkpointing_kwargs"):
+        if old + ending in raw and new + ending not in raw:
+            raw[new + ending] = raw.pop(old + ending)

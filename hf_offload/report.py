@@ -39,14 +39,6 @@ def duration(seconds: float) -> str:
     return f"{_three(seconds * 1e3)} ms" if seconds >= 1e-3 or seconds == 0 else f"{_three(seconds * 1e6)} µs"
 
 
-def number(count: float) -> str:
-    """A count as people read it: `7.00 billion`, `135 million`, `2,048`."""
-    for unit, factor in (("billion", 1e9), ("million", 1e6)):
-        if count >= factor:
-            return f"{_three(count / factor)} {unit}"
-    return f"{count:,.0f}"
-
-
 def _three(value: float) -> str:
     """Three significant digits, no exponent."""
     if value >= 100:
@@ -63,8 +55,8 @@ def print_plan(console: Console, plan: Plan, source: str, assumed: Sequence[str]
         notes: what the figures leave out.
     """
     counts = plan.counts
-    frozen = f" and {number(counts.frozen)} frozen ones" if counts.frozen else ""
-    _say(console, f"[bold]Plan for {source}[/]: {number(counts.trainable)} trainable parameters{frozen}")
+    frozen = f" and {counts.frozen:,} frozen ones" if counts.frozen else ""
+    _say(console, f"[bold]Plan for {source}[/]: {counts.trainable:,} trainable parameters{frozen}")
     console.print(_memory_table(plan))
     for sentence in _fit_sentences(plan):
         _say(console, sentence)
@@ -92,7 +84,7 @@ def _memory_table(plan: Plan) -> Table:
         table.add_row(_NAMES[line.name], *_cells(line.gpu_without, line.gpu_with, line.host), line.note)
     state = plan.state
     table.add_section()
-    table.add_row("of training", *_cells(*_sums(state)), _per_parameter(plan), style="bold")
+    table.add_row("training", *_cells(*_sums(state)), _per_parameter(plan), style="bold")
     table.add_section()
     for line in plan.other:
         table.add_row(_NAMES[line.name], *_cells(line.gpu_without, line.gpu_with, line.host), line.note)
@@ -112,7 +104,7 @@ def _cells(*counts: int) -> list[str]:
 
 def _per_parameter(plan: Plan) -> str:
     parts = [f"{total / plan.counts.trainable:g}" for total in _sums(plan.state)]
-    return f"{' / '.join(parts)} B per param"
+    return f"{', '.join(parts)} B/param"
 
 
 def _fit_sentences(plan: Plan) -> list[str]:
@@ -126,7 +118,8 @@ def _fit_sentences(plan: Plan) -> list[str]:
     if fit.gpu is None:
         sentences.append(f"The GPU needs {size(fit.gpu_need)}. No NVIDIA GPU was found here: give --gpu-gb to compare.")
         if fit.host_have is not None:
-            both = fit.gpu_need + fit.host_need
+            context = sum(line.gpu_with for line in plan.other if line.name == "cuda_context")
+            both = fit.gpu_need - context + fit.host_need
             word = "fits" if both <= fit.host_have else "does not fit"
             sentences.append(f"On this machine's CPU both parts lie in host memory: {size(both)} {word}.")
     else:
@@ -180,7 +173,7 @@ def _time_sentences(plan: Plan) -> list[str]:
         sentences.append(
             f"Overlapped, the next forward hides {duration(times.forward)} of it and "
             f"{duration(times.exposed_overlapped)} a step stay exposed: {duration(times.exposed_per_micro_batch)} per "
-            f"accumulated micro-batch, {share:.0%} on top of the compute. More tokens or more accumulation make it less."
+            f"accumulated micro-batch, {share:.0%} on top of the compute. More tokens or accumulation make it less."
         )
     else:
         sentences.append("Overlapped, the next forward is long enough to hide link and host step.")

@@ -2,83 +2,194 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hf_offload.errors import StateError, explain
+from hf_offload.engine.hyper import check_group
+from hf_offload.errors import OffloadError, StateError, explain
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+if TYPE_CHECKING:
+    from hf_offload.optimizer import OffloadAdam
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_REMEDY = "Load the state of an Adam or AdamW"
 
 
-def loadable(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """The state of each parameter that has one in `state_dict`, checked.
+@dataclass(frozen=True)
+class Loadable:
+    """A state dict that fits an optimizer.
+
+    Attributes:
+        groups: the settings of each group, without its parameters.
+        entries: `step` (a float), `exp_avg`, `exp_avg_sq` and, if saved, `master` of each parameter that has state.
+    """
+
+    groups: list[dict[str, Any]]
+    entries: dict[Tensor, dict[str, Any]]
+
+
+def load(optimizer: OffloadAdam, state_dict: Any) -> None:
+    """What `OffloadAdam.load_state_dict` does, with torch's load hooks around it."""
+    if not isinstance(state_dict, Mapping):
+        raise StateError(explain("state_dict", type(state_dict).__name__, "not a dict", "Pass what state_dict() gave"))
+    given: Any = copy(state_dict)  # shallow, as torch does: hooks may replace its entries
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = pre_hook(optimizer, given)
+        given = given if changed is None else changed
+    fits = _checked(optimizer, given)
+    engine = optimizer.engine
+    stepped_before = {p for p in optimizer._parameters() if engine.is_bound(p)}
+    if fits.entries:
+        engine.bind_trainable()
+        engine.bind(fits.entries)
+    for group, new in zip(optimizer.param_groups, fits.groups):
+        # In place: who holds a group (a scheduler, the optimizer this one took over from) goes on holding it.
+        params = group["params"]
+        group.clear()
+        group.update(new, params=params)
+    _fill(optimizer, fits.entries, stepped_before)
+    optimizer._fill_state()
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+
+
+@torch.no_grad()
+def _fill(optimizer: OffloadAdam, entries: Mapping[Tensor, Mapping[str, Any]], stepped_before: set[Tensor]) -> None:
+    """Copy checked entries into the host state; a parameter without an entry starts anew."""
+    engine = optimizer.engine
+    bound = {p: engine.state_views(p) for p in optimizer._parameters() if engine.is_bound(p)}
+    sources = {p: _apart(optimizer, entry, bound[p]) for p, entry in entries.items()}
+    for p, views in bound.items():
+        entry = sources.get(p, {})
+        if "master" in entry:
+            views["master"].copy_(entry["master"])
+        elif p in stepped_before:  # else seeding has just set it, perhaps from fp32 values that waited for this
+            views["master"].copy_(p)
+        for name in MOMENTS:
+            if entry:
+                views[name].copy_(entry[name])
+            else:
+                views[name].zero_()
+        views["step"].fill_(entry.get("step", 0.0))
+    engine.watch.suspect_all()
+
+
+def _apart(optimizer: OffloadAdam, entry: Mapping[str, Any], views: Mapping[str, Tensor]) -> dict[str, Any]:
+    """`entry`, with a copy of what is another parameter's live state: it would be overwritten before it is read."""
+
+    def safe(value: Any, view: Tensor) -> Any:
+        if not isinstance(value, Tensor) or (value.data_ptr(), value.stride()) == (view.data_ptr(), view.stride()):
+            return value
+        return value.clone() if any(arena.holds(value) for arena in optimizer.engine.arenas) else value
+
+    return {name: safe(value, views[name]) for name, value in entry.items()}
+
+
+# ---- the check
+
+
+def _checked(optimizer: OffloadAdam, state_dict: Any) -> Loadable:
+    """The settings and state in `state_dict`, if all of it fits.
 
     Raises:
-        StateError: other groups or sizes, AMSGrad state, another mode of weight decay, or missing entries.
+        StateError: something else than a state dict, other groups or sizes, AMSGrad state, another mode of weight
+            decay, a setting outside its range, or entries that are missing, too many or of another shape or type.
     """
-    groups, saved = optimizer.param_groups, state_dict["param_groups"]
-    sizes, saved_sizes = [len(g["params"]) for g in groups], [len(g["params"]) for g in saved]
+    saved_groups, state = _parts(state_dict)
+    groups = optimizer.param_groups
+    sizes, saved_sizes = [len(g["params"]) for g in groups], [len(g["params"]) for g in saved_groups]
     if sizes != saved_sizes:
         raise StateError(
             explain("state_dict", f"groups of {saved_sizes} parameters", f"this optimizer has groups of {sizes}",
                     "Load it into an optimizer made for the same model with the same groups")
         )  # fmt: skip
     found: dict[Tensor, dict[str, Any]] = {}
-    for group, saved_group in zip(groups, saved):
-        _check_mode(group, saved_group)
-        for p, number in zip(group["params"], saved_group["params"]):
-            entry = state_dict["state"].get(number)
-            if entry:
-                _check_entry(p, number, entry)
-                found[p] = dict(entry)
-    return found
+    keys: set[Any] = set()
+    for group, saved in zip(groups, saved_groups):
+        for p, key in zip(group["params"], saved["params"]):
+            keys.add(key)
+            entry = state.get(key)
+            if entry is not None and not (isinstance(entry, Mapping) and not entry):
+                found[p] = _entry(p, key, entry)
+    strangers = [key for key in state if key not in keys]
+    if strangers:
+        raise StateError(
+            explain("state_dict['state']", strangers[:5], "no group has parameters of these numbers",
+                    "Load the state as state_dict() gave it (JSON, for one, turns numbers into text)")
+        )  # fmt: skip
+    return Loadable([_settings(optimizer, g, s) for g, s in zip(groups, saved_groups)], found)
 
 
-def load_state(optimizer: Any, entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Copy checked entries into the host state; a parameter without an entry starts anew."""
-    engine = optimizer.engine
-    for p in optimizer._parameters():
-        if not engine.is_bound(p):
-            continue
-        views = engine.state_views(p)
-        entry = entries.get(p)
-        if entry is None:
-            for name in ("step", *_MOMENTS):
-                views[name].zero_()
-            continue
-        for name in ("step", *_MOMENTS, "master"):
-            if name in entry:
-                views[name].copy_(torch.as_tensor(entry[name]))
-    optimizer._fill_state()
-    engine.watch.suspect_all()
+def _parts(state_dict: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
+    whole = state_dict if isinstance(state_dict, Mapping) else {}
+    groups, state = whole.get("param_groups"), whole.get("state")
+    if not isinstance(groups, (list, tuple)) or not isinstance(state, Mapping):
+        cause = "a state dict has a list 'param_groups' and a dict 'state'"
+        raise StateError(explain("state_dict", sorted(map(str, whole)), cause, "Pass what state_dict() gave"))
+    for i, group in enumerate(groups):
+        params = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(params, (list, tuple)) or not all(isinstance(key, Hashable) for key in params):
+            raise StateError(
+                explain(f"state_dict['param_groups'][{i}]", group, "a group is a dict with a list 'params' of numbers",
+                        "Pass what state_dict() gave")
+            )  # fmt: skip
+    return list(groups), state
 
 
-def _check_mode(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _settings(optimizer: OffloadAdam, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings after loading: the saved ones, and ours where none were saved."""
     if saved.get("amsgrad"):
         raise StateError(explain("amsgrad", True, "the saved state is AMSGrad's", "Load a state without amsgrad"))
     ours = group["decoupled_weight_decay"]
     theirs = saved.get("decoupled_weight_decay", ours)
     if theirs != ours:
         raise StateError(
-            explain("decoupled_weight_decay", theirs, f"the state was saved with another mode of decay than {ours}",
+            explain("decoupled_weight_decay", theirs, f"the saved state's decay is of another kind than here ({ours})",
                     f"Make the optimizer with decoupled_weight_decay={theirs}")
         )  # fmt: skip
+    kept = {name: group[name] for name in (*optimizer.defaults, "param_names") if name in group}
+    new = {**kept, **deepcopy({name: value for name, value in saved.items() if name != "params"})}
+    try:
+        check_group(new)
+    except OffloadError as error:
+        raise StateError(f"state_dict['param_groups']: {error}") from error
+    return new
 
 
-def _check_entry(p: Tensor, number: int, entry: Mapping[str, Any]) -> None:
-    missing = [name for name in ("step", *_MOMENTS) if name not in entry]
-    if missing:
-        raise StateError(
-            explain(f"state[{number}]", sorted(entry), f"{', '.join(missing)} missing", "Load the state of an Adam(W)")
-        )
+def _entry(p: Tensor, key: Any, entry: Any) -> dict[str, Any]:
+    """One parameter's state, checked."""
+    where = f"state_dict['state'][{key!r}]"
+    if not isinstance(entry, Mapping):
+        raise StateError(explain(where, entry, "not a dict", "Pass what state_dict() gave"))
     if "max_exp_avg_sq" in entry:
-        raise StateError(explain(f"state[{number}]", "max_exp_avg_sq", "this is AMSGrad's state", "Load one without"))
-    for name in (*_MOMENTS, "master"):
-        if name in entry and tuple(entry[name].shape) != tuple(p.shape):
-            raise StateError(
-                explain(f"state[{number}][{name!r}]", tuple(entry[name].shape), f"the parameter is {tuple(p.shape)}",
-                        "Load the state of this very model")
-            )  # fmt: skip
+        raise StateError(explain(where, "max_exp_avg_sq", "this is AMSGrad's state", "Load one without amsgrad"))
+    missing = [name for name in ("step", *MOMENTS) if name not in entry]
+    if missing:
+        raise StateError(explain(where, sorted(map(str, entry)), f"{', '.join(missing)} missing", _REMEDY))
+    tensors = {name: _tensor(f"{where}[{name!r}]", entry[name], p) for name in (*MOMENTS, "master") if name in entry}
+    return {"step": _step(f"{where}['step']", entry["step"]), **tensors}
+
+
+def _tensor(where: str, value: Any, p: Tensor) -> Tensor:
+    whole = isinstance(value, Tensor) and value.layout == torch.strided and not hasattr(value, "device_mesh")
+    if not whole or not value.is_floating_point() or value.is_meta:
+        what = f"{value.dtype} {value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
+        raise StateError(explain(where, what, "not a plain tensor of floats", _REMEDY))
+    if value.shape != p.shape:
+        remedy = "Load the state of this very model"
+        raise StateError(explain(where, tuple(value.shape), f"the parameter is {tuple(p.shape)}", remedy))
+    return value
+
+
+def _step(where: str, value: Any) -> float:
+    """A count of steps: an int, or a tensor as torch has it since 1.12."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta and not value.is_complex():
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**53 or value != int(value):
+        raise StateError(explain(where, value, "not a count of steps", _REMEDY))
+    return float(value)

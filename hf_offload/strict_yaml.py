@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import yaml
@@ -79,7 +80,7 @@ def typed_fields(cls: type, given: Any, where: str) -> dict[str, Any]:
     values = {}
     for key, value in given.items():
         if key not in known:
-            raise RecipeError(explain(_join(where, key), value, "unknown key", nearest(str(key), known)))
+            raise RecipeError(explain(_join(where, key), value, "unknown key", suggest(str(key), known)))
         if value is not None:
             values[key] = coerce(value, hints[key], _join(where, key))
     return values
@@ -124,6 +125,14 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
                 inner = (typing.get_args(option) or (Any,))[0]
                 return origin(coerce(item, inner, f"{where}[{i}]") for i, item in enumerate(value))
     raise RecipeError(explain(where, value, f"is {_kind(value)}, not {_wanted(options)}", _remedy(options, value)))
+
+
+def suggest(name: str, known: Sequence[str]) -> str:
+    """`errors.nearest`, but of a long list only the names that come close: 120 names help nobody."""
+    if len(known) <= 40:
+        return nearest(name, known)
+    close = difflib.get_close_matches(name, known, n=3)
+    return f"Perhaps it is {' or '.join(map(repr, close))}" if close else "No known name comes close: check it"
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

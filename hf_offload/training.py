@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,20 +49,22 @@ def arguments(spec: Recipe) -> TrainingArguments:
     )
 
 
-def run(spec: Recipe, console: Console) -> Outcome:
+def run(spec: Recipe, args: TrainingArguments, console: Console) -> Outcome:
     """Train a recipe to its end.
+
+    Args:
+        args: what `arguments(spec)` gives.
 
     Raises:
         OffloadError: the recipe, the data, the model or this machine does not fit; nothing was trained then.
         KeyboardInterrupt: Ctrl-C; threads are ended, checkpoints are whole.
     """
     models.quiet()
-    args = arguments(spec)
     output_dir = _output_dir(args)
     from transformers import set_seed
 
     set_seed(args.seed)
-    tokenizer = models.build_tokenizer(spec.tokenizer, spec.model.trust_remote_code)
+    tokenizer = models.build_tokenizer(spec.tokenizer, spec.model)
     rows = data.build(spec.data, tokenizer, args.seed)
     model = models.build_model(spec.model, tokenizer)
     _say_what(console, spec, args, rows, model)
@@ -74,6 +75,7 @@ def _train(
     spec: Recipe, args: TrainingArguments, tokenizer: Any, rows: data.Rows, model: Any, console: Console, folder: Path
 ) -> Outcome:
     from transformers.trainer_callback import PrinterCallback
+    from transformers.trainer_callback import ProgressCallback as TqdmCallback
 
     from hf_offload.callbacks.interrupt import InterruptCallback, say_on_stderr
     from hf_offload.callbacks.progress import ProgressCallback
@@ -91,8 +93,8 @@ def _train(
         offload=spec.offload,
         callbacks=[figures, progress, interrupt],
     )
-    trainer.remove_callback(PrinterCallback)
-    optimizer = None
+    for theirs in (PrinterCallback, TqdmCallback):
+        trainer.remove_callback(theirs)
     try:
         with interrupt.listening(say_on_stderr):
             trainer.train(resume_from_checkpoint=_resume(args))
@@ -164,5 +166,7 @@ def _say_what(console: Console, spec: Recipe, args: TrainingArguments, rows: dat
 def _write(path: Path, summary: dict[str, Any]) -> None:
     """Written beside and moved into place, so that a reader never sees half a file."""
     beside = path.with_suffix(".json.part")
-    beside.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
+    # A list of numbers on one line: a loss for each step would else take a line each.
+    text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(summary, indent=2))
+    beside.write_text(text + "\n", encoding="utf-8")
     beside.replace(path)

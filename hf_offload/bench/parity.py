@@ -115,7 +115,7 @@ def batches_of(rows: Sequence[dict[str, list[int]]], pad: int, size: int, count:
 
 def run(source: str, overrides: Sequence[str], steps: int, seeds: int, batch_size: int) -> dict[str, Any]:
     spec = recipe.load(source, overrides)
-    tokenizer = models.build_tokenizer(spec.tokenizer)
+    tokenizer = models.build_tokenizer(spec.tokenizer, spec.model)
     lr = float(spec.training["learning_rate"])
     table: dict[str, dict[str, Any]] = {name: {"losses": [], "largest_difference": []} for name in CONTENDERS}
     for seed in range(seeds):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hf_offload.engine.plan import BucketPlan, ParamSpec, plan_buckets
-from hf_offload.engine.tensors import WIRE, shaped_view
+from hf_offload.engine.tensors import WIRE, layout_of, shaped_view
+from hf_offload.errors import StateError, explain
 
 
 class Arena:
@@ -32,8 +33,20 @@ class Arena:
         self.exp_avg = np.zeros(self.plan.numel, np.float32)
         self.exp_avg_sq = np.zeros(self.plan.numel, np.float32)
         self.steps = np.zeros(len(self.params), np.float32)
+        # One tensor whose elements all steps are: torch.save stores the memory under a view whole, once per tensor.
+        self._steps = torch.from_numpy(self.steps)
+        self._layouts = [layout_of(p) for p in self.params]
         self.bucket_params = [np.array([p.param for p in b.pieces]) for b in self.plan.buckets]
         self.bucket_bounds = [np.array([p.offset for p in b.pieces] + [b.numel], np.int64) for b in self.plan.buckets]
+        self.set_units(units)
+
+    def set_units(self, units: Sequence[int]) -> None:
+        """Say anew to which unit each parameter belongs: another model was attached. The layout stays.
+
+        `bucket_units` then has, for each bucket, the units that wait for it: several where the layout is another
+        model's.
+        """
+        self.bucket_units = [frozenset(units[p.param] for p in b.pieces) for b in self.plan.buckets]
 
     def slice_of(self, index: int) -> slice:
         """Where parameter `index` lies in the flat arrays."""
@@ -44,8 +57,28 @@ class Arena:
         """Parameter `index`'s entry of `optimizer.state`: live views in its shape, and its 0-dim step."""
         at, p = self.slice_of(index), self.params[index]
         return {
-            "step": torch.from_numpy(self.steps)[index],
+            "step": self._steps[index],
             "exp_avg": shaped_view(self.exp_avg[at], p),
             "exp_avg_sq": shaped_view(self.exp_avg_sq[at], p),
             "master": shaped_view(self.master[at], p),
         }
+
+    def holds(self, t: Tensor) -> bool:
+        """Whether `t` is a view of this state."""
+        return any(a.size and a.ctypes.data <= t.data_ptr() < a.ctypes.data + a.nbytes
+                   for a in (self.master, self.exp_avg, self.exp_avg_sq))  # fmt: skip
+
+    def check_unchanged(self, indices: Iterable[int]) -> None:
+        """Refuse parameters whose elements are no longer those the state was made for.
+
+        Raises:
+            StateError: the dtype, the shape or the order of elements in memory changed.
+        """
+        for i in indices:
+            p, wire, layout = self.params[i], self.specs[i].wire, self._layouts[i]
+            if WIRE.get(p.dtype) != wire or layout_of(p) != layout:
+                raise StateError(
+                    explain(f"a parameter of shape {layout[0]}, {wire}", f"{tuple(p.shape)} {p.dtype} {p.stride()}",
+                            "its dtype, shape or memory format changed after its state was made",
+                            "Convert or resize the model before the first training step, or make a new optimizer")
+                )  # fmt: skip

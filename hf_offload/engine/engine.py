@@ -24,10 +24,10 @@ from hf_offload.engine.placement import Placement
 from hf_offload.engine.schedules import SCHEDULES, Stages
 from hf_offload.engine.seeding import reseed_masters, seed_masters
 from hf_offload.engine.stats import Meter, Stats
-from hf_offload.engine.tensors import WIRE
+from hf_offload.engine.tensors import check_apart
 from hf_offload.engine.units import find_units
 from hf_offload.engine.watch import WeightWatch
-from hf_offload.engine.work import ArenaWork, bucket_works
+from hf_offload.engine.work import ArenaWork, StepWork, bucket_works
 from hf_offload.errors import ConfigError, StateError, UnsupportedError, explain
 from hf_offload.kernels import cpu
 
@@ -63,7 +63,6 @@ class Engine:
         self._last_of_unit: dict[int, int] = {}
         self._waited_to = -1
         self._kept: list[Gradient] = []
-        self._steps = 0
         self._skipped = 0
         self._peak_gradient_bytes = 0
         self._closed = False
@@ -92,7 +91,9 @@ class Engine:
 
         Raises:
             UnsupportedError: an embedding with sparse gradients, or DataParallel.
+            ConfigError: a model that has none of the parameters.
         """
+        self._check_open()
         if isinstance(model, nn.DataParallel):
             raise UnsupportedError(
                 explain("model", "DataParallel", "its replicas are copied anew in every forward",
@@ -107,11 +108,19 @@ class Engine:
                 raise UnsupportedError(
                     explain(f"{name}.sparse", True, "sparse gradients are not supported", "Make it with sparse=False")
                 )
+        theirs = set(map(id, root.parameters()))
+        if not any(id(p) in theirs for p in self._parameters()):
+            raise ConfigError(
+                explain("model", type(model).__name__, "it has none of the optimizer's parameters",
+                        "Attach the model whose parameters the optimizer was given")
+            )  # fmt: skip
         self.wait_all()
         if self.gates is not None:
             self.gates.remove()
         self._model = weakref.ref(root)
         self.gates = Gates(root, find_units(root), self)
+        for arena in self.arenas:
+            arena.set_units([self._unit_of(p) for p in arena.params])
 
     # ---- binding: state is allocated
 
@@ -133,11 +142,12 @@ class Engine:
         self._check_open()
         self.wait_all()
         self.placement.settle(fresh, 12 * sum(a.plan.numel for a in self.arenas))
+        check_apart([*self._place_of, *fresh])
         arena = Arena(fresh, [self._unit_of(p) for p in fresh], self.config.bucket_bytes)
         seed_masters(arena, self.placement.transport, self.threads, self.config.timeout_s)
-        for i, p in enumerate(fresh):
-            self._place_of[p] = (len(self.arenas), i)
-        self.arenas.append(arena)
+        places = {p: (len(self.arenas), i) for i, p in enumerate(fresh)}
+        # one statement: an interrupt falls before or after it
+        self.arenas, self._place_of = [*self.arenas, arena], {**self._place_of, **places}
         self.watch.note(fresh)
 
     def _unit_of(self, p: Tensor) -> int:
@@ -150,23 +160,28 @@ class Engine:
     def step(self, groups: Sequence[Mapping[str, Any]], grads: Sequence[Gradient], grad_scale: float) -> None:
         """Take one step with `grads`, each multiplied by `grad_scale`. Returns when `schedule` says so."""
         self._check_open()
-        with self.meter.waiting():
-            self.wait_all()
+        self.wait_all()
         record = self.meter.begin(self._steps + 1)
         with self.meter.waiting():
             self.bind_trainable()
             self.bind(g.param for g in grads)  # unfrozen or added later, or frozen since backward
             self._reseed_suspects()
             pipeline = self._pipeline or self._start()
-            works = bucket_works(self._take(groups, grads, grad_scale), self._unit_name, self._rank())
-            self._steps += 1
+            taken = self._take(groups, grads, grad_scale)
+            buckets = bucket_works(taken, self._unit_name, self._rank())
             self._waited_to = -1
-            self._last_of_unit = {w.bucket.unit: k for k, w in enumerate(works)}
+            self._last_of_unit = {unit: k for k, w in enumerate(buckets) for unit in w.units}
             self._kept = list(grads) if pipeline.schedule.returns_at_once else []
-            pipeline.submit(works, record)
-            if not pipeline.schedule.returns_at_once:
+            pipeline.submit(StepWork(taken, buckets), record)
+            if pipeline.schedule.returns_at_once:
+                self._wait_units({OUTSIDE})  # no hook of ours tells when these are read
+            else:
                 pipeline.wait_all()
         self.meter.end()
+
+    @property
+    def _steps(self) -> int:
+        return self._pipeline.steps if self._pipeline is not None else 0
 
     def skip(self) -> None:
         """A step that is not taken: no byte of state changes."""
@@ -180,19 +195,16 @@ class Engine:
             arena, index = self._place_of[g.param]
             found[arena].append((index, g))
         for stepped, entries in zip(self.arenas, found):
-            _check_dtypes(stepped, [i for i, _ in entries])
+            stepped.check_unchanged(i for i, _ in entries)
         works = [_arena_work(a, entries, rows) for a, entries in zip(self.arenas, found) if entries]
-        if self.gates is not None:
-            self.gates.end_of_step({self.arenas[a].specs[i].unit for a, i in map(self._place, grads)} - {OUTSIDE})
         params = [g.param for g in grads]
+        if self.gates is not None:
+            self.gates.end_of_step(params)
         torch.autograd.graph.increment_version(params)
         self.watch.note(params)
         nbytes = sum(g.value.numel() * g.value.element_size() for g in grads)
         self._peak_gradient_bytes = max(self._peak_gradient_bytes, nbytes)
         return works
-
-    def _place(self, g: Gradient) -> tuple[int, int]:
-        return self._place_of[g.param]
 
     def _rank(self) -> dict[int, int]:
         ranks = {OUTSIDE: -1}
@@ -258,9 +270,9 @@ class Engine:
 
     def _wait_for_kept_gradients(self) -> None:
         """Gradients that nobody dropped after `step()` go on accumulating: not before their copies have ended."""
-        kept, self._kept = self._kept, []
-        if any(g.param.grad is g.value for g in kept):
+        if any(g.param.grad is g.value for g in self._kept):
             self.wait_gradients()
+        self._kept = []
 
     # ---- what the hooks on the model call
 
@@ -277,7 +289,7 @@ class Engine:
     def after_block(self, unit: int) -> None:
         assert self.gates is not None
         if unit == self.gates.last_block and self.gates.units.tail is not None:
-            self.gates.fired.add(self.gates.units.tail)
+            self.gates.end_of_blocks()
             self._wait_units({self.gates.units.tail})
 
     def before_state_read(self) -> None:
@@ -299,6 +311,7 @@ class Engine:
 
     def reseed(self) -> int:
         """Masters again from every weight that is no longer its rounded master. Returns how many elements changed."""
+        self._check_open()
         self.wait_all()
         self.watch.suspect_all()
         return self._reseed(self.watch.suspects())
@@ -316,10 +329,11 @@ class Engine:
         for number, arena in enumerate(self.arenas):
             wanted = {i for a, i in map(self._place_of.__getitem__, params) if a == number}
             if wanted:
-                _check_dtypes(arena, wanted)
+                arena.check_unchanged(wanted)
                 transport = self.placement.transport
                 changed += reseed_masters(arena, wanted, transport, self.threads, self.config.timeout_s)
         self.watch.note(params)
+        self.watch.settled()
         return changed
 
     # ---- figures and the end
@@ -355,15 +369,18 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Finish the step under way, end the threads, free the pinned memory, take the hooks off the model."""
-        if self._closed:
-            return
+        """Finish the step under way, end the threads, free the pinned memory, take the hooks off the model.
+
+        Raises:
+            StateError: a step failed, this one or one before: the weights may be half stepped.
+        """
         self._closed = True
         if self._pipeline is not None:
             self._pipeline.close()
         self.placement.close()
         if self.gates is not None:
             self.gates.remove()
+        self.wait_all()  # there is nothing to wait for; it raises what the last step may have left behind
 
     def _check_open(self) -> None:
         if self._closed:
@@ -373,27 +390,17 @@ class Engine:
 def _arena_work(arena: Arena, entries: Sequence[tuple[int, Gradient]], rows: Coefficients) -> ArenaWork:
     count = len(arena.params)
     grads: list[Tensor | None] = [None] * count
+    weights: list[Tensor | None] = [None] * count
     versions, grad_pointers, weight_pointers = [0] * count, [0] * count, [0] * count
     table = np.tile(cpu.INACTIVE, (count, 1))
     for i, g in entries:
-        arena.steps[i] += 1
-        grads[i] = g.value
+        grads[i], weights[i] = g.value.detach(), g.param.detach()  # the memory, whatever `.data = ...` puts there since
         versions[i] = g.value._version
         grad_pointers[i] = g.value.data_ptr()
         weight_pointers[i] = g.param.data_ptr()
-        table[i] = rows.row(g.group, int(arena.steps[i]))
-    return ArenaWork(arena, grads, versions, grad_pointers, weight_pointers, table)
-
-
-def _check_dtypes(arena: Arena, indices: Iterable[int]) -> None:
-    for i in indices:
-        p, wire = arena.params[i], arena.specs[i].wire
-        if WIRE.get(p.dtype) != wire or p.numel() != arena.specs[i].numel:
-            raise StateError(
-                explain(f"a parameter of {arena.specs[i].numel} {wire} elements", f"{p.numel()} {p.dtype}",
-                        "its dtype or size changed after its state was made",
-                        "Convert or resize the model before the first training step, or make a new optimizer")
-            )  # fmt: skip
+        table[i] = rows.row(g.group, int(arena.steps[i]) + 1)
+    stepped = np.array([i for i, _ in entries])
+    return ArenaWork(arena, grads, weights, versions, grad_pointers, weight_pointers, table, stepped)
 
 
 def _threads(asked: int | None) -> int:

@@ -7,10 +7,11 @@ copied and pickled.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_offload.engine.units import Guard, UnitMap
 
@@ -34,7 +35,11 @@ class _Inert:
 
 
 class _Hook:
-    """Calls `method(*values)` of a gatekeeper that may be gone by then."""
+    """Calls `method(*values)` of a gatekeeper that may be gone by then.
+
+    Copying or pickling the model copies its hooks: then, too, somebody reads the weights. Only parameters that belong
+    to the root module itself are copied before its hooks are; `synchronize()` covers those.
+    """
 
     def __init__(self, keeper: weakref.ref[Any], method: str, *values: int) -> None:
         self._keeper, self._method, self._values = keeper, method, values
@@ -46,9 +51,12 @@ class _Hook:
             getattr(keeper, self._method)(*self._values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
-        return _Inert()
+        return self.__reduce__()[0]()
 
     def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
+        keeper = self._keeper()
+        if keeper is not None:
+            keeper.before_state_read()
         return _Inert, ()
 
 
@@ -57,18 +65,22 @@ class Gates:
 
     Attributes:
         unit_of: the unit of each parameter of the model, by the parameter's id.
-        fired: units whose guards ran since the last step.
+        fired: guards that ran since the last step, where gradients were recorded: evaluation may run others.
         order: units in the order in which the first recorded forward needed them.
-        at_root: units whose weights are read without their guard running; they are awaited at the first hook of all.
+        last_block: the block whose turn came last; recomputing blocks in backward does not change it.
+        at_root: units with a weight that is read without a guard of it running; they are awaited at the first hook of
+            all.
     """
 
     def __init__(self, model: nn.Module, units: UnitMap, keeper: Gatekeeper) -> None:
         self.units = units
         self.unit_of = {id(p): u for u, unit in enumerate(units.units) for p in unit.params}
+        self._guards_of = _guards_of(units)
         self.fired: set[int] = set()
         self.order: list[int] = []
         self.at_root: set[int] = set()
         self._unguarded: set[int] = set()
+        self._blocks_run: set[int] = set()
         self.last_block = max((g.block for g in units.guards if g.block is not None), default=None)
         self._recording = True
         self._handles = _install(model, units, weakref.ref(keeper))
@@ -77,15 +89,24 @@ class Gates:
         """The units guard `number` waits for, noted as fired and, in the first forward, as next in order."""
         guard: Guard = self.units.guards[number]
         needs = sorted(guard.units)
-        self.fired.update(needs)
+        if torch.is_grad_enabled():
+            self.fired.add(number)
         if self._recording:
-            self.order.extend(u for u in needs if u not in self.order)
-            if guard.block is not None:
+            if guard.block is not None and guard.block not in self._blocks_run:
+                self._blocks_run.add(guard.block)
                 self.last_block = guard.block
+            self.order.extend(u for u in needs if u not in self.order)
         return needs
 
-    def end_of_step(self, with_gradients: set[int]) -> None:
-        """At `step()`: units that got gradients though no guard of theirs ran are from now on awaited at the root.
+    def end_of_blocks(self) -> None:
+        """The last block has run, and the tail is awaited: that guards what is registered behind it."""
+        if torch.is_grad_enabled():
+            blocks = [n for n, guard in enumerate(self.units.guards) if guard.block == self.last_block]
+            self.fired.update(range(blocks[-1] + 1, len(self.units.guards)))
+
+    def end_of_step(self, with_gradients: Iterable[Tensor]) -> None:
+        """At `step()`: the unit of a parameter that got a gradient though no guard of it ran is awaited at the root
+        from now on.
 
         Where no guard at all ran (attached after the forward, gradients made by hand), nothing was learnt: then all
         are, this once.
@@ -93,7 +114,9 @@ class Gates:
         if self.order:
             self._recording = False
         if self.fired:
-            self._unguarded |= with_gradients - self.fired
+            for p in with_gradients:
+                if self.fired.isdisjoint(self._guards_of.get(id(p), self.fired)):
+                    self._unguarded.add(self.unit_of[id(p)])
             self.at_root = set(self._unguarded)
         else:
             self.at_root = set(range(len(self.units.units)))
@@ -115,16 +138,24 @@ class Gates:
         self._handles = []
 
 
+def _guards_of(units: UnitMap) -> dict[int, set[int]]:
+    """The guards of each parameter, by the parameter's id."""
+    found: dict[int, set[int]] = {}
+    for number, guard in enumerate(units.guards):
+        for p in guard.module.parameters(recurse=guard.block is not None):
+            found.setdefault(id(p), set()).add(number)
+    return found
+
+
 def _install(model: nn.Module, units: UnitMap, keeper: weakref.ref[Any]) -> list[Any]:
     handles: list[Any] = [model.register_forward_pre_hook(_Hook(keeper, "before_root"), prepend=True)]
-    readers: dict[int, nn.Module] = {id(model): model}
     for number, guard in enumerate(units.guards):
         handles.append(guard.module.register_forward_pre_hook(_Hook(keeper, "before_guard", number), prepend=True))
-        readers[id(guard.module)] = guard.module
         if guard.block is not None:
             handles.append(guard.module.register_forward_hook(_Hook(keeper, "after_block", guard.block)))
-    for module in readers.values():
-        handles.append(module.register_state_dict_pre_hook(_Hook(keeper, "before_state_read")))
-    handles.append(model.register_load_state_dict_pre_hook(_Hook(keeper, "before_state_load")))
-    handles.append(model.register_load_state_dict_post_hook(_Hook(keeper, "after_state_load")))
+    for module in model.modules():  # a part of the model may be saved or loaded by itself
+        if module is model or next(module.parameters(recurse=False), None) is not None:
+            handles.append(module.register_state_dict_pre_hook(_Hook(keeper, "before_state_read")))
+            handles.append(module.register_load_state_dict_pre_hook(_Hook(keeper, "before_state_load")))
+            handles.append(module.register_load_state_dict_post_hook(_Hook(keeper, "after_state_load")))
     return handles

@@ -29,7 +29,7 @@ def collect(groups: Sequence[Mapping[str, Any]]) -> list[Gradient]:
     """Every gradient of `param_groups`, in their order; a parameter listed twice counts once.
 
     Raises:
-        UnsupportedError: a gradient that is sparse, or whose dtype or device is not its parameter's.
+        UnsupportedError: a gradient that is sparse, or whose dtype, device or shape is not its parameter's.
     """
     found: list[Gradient] = []
     for number, group in enumerate(groups):
@@ -39,18 +39,14 @@ def collect(groups: Sequence[Mapping[str, Any]]) -> list[Gradient]:
             if grad is None or id(p) in seen:
                 continue
             seen.add(id(p))
-            if grad.layout != torch.strided or grad.dtype != p.dtype or grad.device != p.device:
+            if grad.layout != torch.strided or (grad.dtype, grad.device, grad.shape) != (p.dtype, p.device, p.shape):
                 _refuse(p, grad)
-            found.append(Gradient(p, _in_memory_order(grad, p), number))
+            # The gradient of an imaginary part may be a view whose memory holds the values with the other sign.
+            value = grad.resolve_neg()
+            if is_dense(p):  # else the step refuses it, for what happened to the parameter
+                value = like_layout(value, p)
+            found.append(Gradient(p, value, number))
     return found
-
-
-def _in_memory_order(grad: Tensor, p: Tensor) -> Tensor:
-    if grad.is_contiguous() and p.is_contiguous():
-        return grad
-    if grad.stride() == p.stride() and is_dense(grad):
-        return grad
-    return like_layout(grad, p)
 
 
 def _refuse(p: Tensor, grad: Tensor) -> None:
@@ -61,6 +57,7 @@ def _refuse(p: Tensor, grad: Tensor) -> None:
                     "Make the layer with sparse=False (nn.Embedding's default)")
         )  # fmt: skip
     raise UnsupportedError(
-        explain(f"gradient of a parameter of shape {shape}", f"{grad.dtype} on {grad.device}",
-                f"the parameter is {p.dtype} on {p.device}", "Let autograd make gradients in the parameter's own dtype")
+        explain(f"gradient of a parameter of shape {shape}", f"{tuple(grad.shape)} {grad.dtype} on {grad.device}",
+                f"the parameter is {shape} {p.dtype} on {p.device}",
+                "Let autograd make the gradients, in the parameter's own dtype")
     )  # fmt: skip

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
+from hf_offload.errors import ConfigError, UnsupportedError, explain
 from hf_offload.kernels import cpu
 
 
@@ -37,3 +40,38 @@ class Coefficients:
                 maximize=g["maximize"],
             )
         return self._rows[group, step]
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Refuse a group's hyper-parameters outside the range Adam is defined for.
+
+    Raises:
+        ConfigError: a number that is none or is out of range, `betas` that are not two, a switch that is not a bool.
+        UnsupportedError: amsgrad.
+    """
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ConfigError(explain("betas", betas, "not two numbers", "Give two numbers in [0, 1)"))
+    for name, value in (("betas[0]", betas[0]), ("betas[1]", betas[1])):
+        if not 0.0 <= _number(name, value) < 1.0:
+            raise ConfigError(explain(name, value, "outside the range Adam is defined for", "Give a number in [0, 1)"))
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0.0 <= _number(name, group[name]) < math.inf:
+            remedy = "Give a finite number of at least 0"
+            raise ConfigError(explain(name, group[name], "outside the range Adam is defined for", remedy))
+    for name in ("decoupled_weight_decay", "maximize"):
+        if not isinstance(group[name], bool):
+            raise ConfigError(explain(name, group[name], "not a bool", "Give True or False"))
+    if group.get("amsgrad"):
+        raise UnsupportedError(
+            explain("amsgrad", True, "the host step keeps no maximum of the second moment", "Leave amsgrad out")
+        )
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_meta and not value.is_complex():
+            return float(value)
+    elif isinstance(value, (int, float, np.number)) and not isinstance(value, bool):
+        return float(value)
+    raise ConfigError(explain(name, value, "not a number", "Give a number, or a tensor of one element"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,21 @@ def cast_trainable(model: nn.Module, dtype: torch.dtype, keep: Callable[[str], b
     return cast
 
 
-def take_master(p: Tensor) -> Tensor | None:
-    """The fp32 values that waited for `p`, handed over for good, or None."""
-    return _waiting.pop(p, None)
+def waiting_bytes(params: Iterable[Tensor]) -> int:
+    """Host memory of the fp32 values that wait for `params`, bytes."""
+    return sum(4 * _waiting[p].numel() for p in params if p in _waiting)
+
+
+def waiting_master(p: Tensor) -> Tensor | None:
+    """The fp32 values that wait for `p`, or None."""
+    return _waiting.get(p)
+
+
+def drop_master(p: Tensor) -> None:
+    """Nothing waits for `p` any more: its optimizer has the values."""
+    _waiting.pop(p, None)
+
+
+def give_back_master(p: Tensor, values: Tensor) -> None:
+    """The optimizer could not be made: `values` wait for `p` again."""
+    _waiting[p] = values

@@ -1,7 +1,7 @@
 """The step's thread: it carries out one step after the other, and lets the training thread wait for buckets.
 
 Everything runs on this one thread, *in order* too, so that an exception or Ctrl-C in the training thread never leaves
-a step half done.
+a step half done: a step is taken whole from the one assignment in `Pipeline.submit`, or not at all.
 """
 
 from __future__ import annotations
@@ -9,65 +9,46 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import time
+import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from hf_offload.engine.schedules import Schedule, Stages
 from hf_offload.engine.stats import StepRecord
-from hf_offload.engine.work import BucketWork
-from hf_offload.errors import StateError, WaitTimeout, explain
-from hf_offload.transport import Event
+from hf_offload.engine.work import StepWork
+from hf_offload.errors import StateError, TransportError, WaitTimeout, explain
+from hf_offload.transport import Bell, Event
 
 
-class _Progress:
-    """How far the running step is. Shared by the step's thread and the training thread."""
+class _Step:
+    """One step: written by the step's thread, watched by the training thread."""
 
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.works: Sequence[BucketWork] = ()
+    def __init__(self, work: StepWork, record: StepRecord, mark: object) -> None:
+        self.work: StepWork | None = work
+        self.record = record
+        self.mark = mark
+        self.names = [w.name for w in work.buckets]
         self.events: list[Event] = []
-        self.running = False
-        self.error: BaseException | None = None
-
-    def start(self, works: Sequence[BucketWork]) -> None:
-        with self.changed:
-            self.works, self.events, self.running = works, [], True
+        self.bell = Bell()
+        self.taken = False
+        self.ended = False
 
     def posted(self, k: int, event: Event) -> None:
-        with self.changed:
-            assert k == len(self.events)
-            self.events.append(event)
-            self.changed.notify_all()
+        assert k == len(self.events)
+        self.events.append(event)
+        self.bell.ring()
 
-    def end(self, error: BaseException | None) -> None:
-        with self.changed:
-            self.running = False
-            self.works = ()  # lets go of the gradients
-            self.error = self.error or error
-            self.changed.notify_all()
+    def end(self) -> None:
+        self.work = None  # lets go of the gradients
+        self.record.finished = True
+        self.ended = True
+        self.bell.ring()
 
-    def wait(self, reached: Callable[[], bool], timeout_s: float, what: Callable[[], str]) -> None:
-        """Block until `reached()`.
 
-        Raises:
-            StateError: the step failed; its cause is chained.
-            WaitTimeout: nothing moved for `timeout_s` seconds: a slow step that goes on is not cut off.
-        """
-        with self.changed:
-            seen, deadline = len(self.events), time.monotonic() + timeout_s
-            while not reached() and self.error is None:
-                self.changed.wait(max(0.0, deadline - time.monotonic()))
-                if len(self.events) != seen:
-                    seen, deadline = len(self.events), time.monotonic() + timeout_s
-                elif time.monotonic() >= deadline and not reached() and self.error is None:
-                    remedy = "Look for a stuck copy or thread; raise timeout_s if the machine is only slow"
-                    raise WaitTimeout(explain("timeout_s", timeout_s, f"waited in vain for {what()}", remedy))
-            if self.error is not None:
-                raise StateError(
-                    f"the optimizer's step failed ({type(self.error).__name__}: {self.error}); its state may be half "
-                    "stepped. Load the last checkpoint into a new optimizer to go on."
-                ) from self.error
+class _Failure:
+    """The error that ended the step's work for good, if any; shared by both threads."""
+
+    error: BaseException | None = None
 
 
 class Pipeline:
@@ -76,71 +57,139 @@ class Pipeline:
     def __init__(self, stages: Stages, schedule: Schedule) -> None:
         self.schedule = schedule
         self._stages = stages
-        self._progress = _Progress()
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._failure = _Failure()
+        self._step: _Step | None = None
+        self._joined = 0
+        self._jobs: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
         self._pid = os.getpid()
-        thread = threading.Thread(target=_serve, args=(self._jobs,), name="hf_offload-step", daemon=True)
+        args = (self._jobs, stages, schedule, self._failure)
+        thread = threading.Thread(target=_serve, args=args, name="hf_offload-step", daemon=True)
         thread.start()
         self._finalizer = weakref.finalize(self, _stop, self._jobs, thread, self._pid)
 
-    def submit(self, works: Sequence[BucketWork], record: StepRecord) -> None:
+    def submit(self, work: StepWork, record: StepRecord) -> None:
         """Hand over a step; the one before must have ended (`wait_all`). Returns at once."""
-        if os.getpid() != self._pid:
-            raise StateError("optimizer.step() in a forked process: the optimizer's threads live in its parent only")
-        progress, stages, schedule = self._progress, self._stages, self.schedule
-        mark = stages.transport.mark()
-        progress.start(works)
+        self._check_process()
+        step = _Step(work, record, self._stages.transport.mark())
+        self._joined = 0
+        self._step = step  # from here on the step is taken, wherever an interrupt hits this thread
+        self._wake()
 
-        def carry_out() -> None:
-            error: BaseException | None = None
-            try:
-                stages.record = record
-                schedule.run(stages, works, mark, progress.posted)
-                stages.drain()
-            except BaseException as caught:
-                error = caught
-            record.finished.set()
-            progress.end(error)
-
-        self._jobs.put(carry_out)
+    @property
+    def steps(self) -> int:
+        """Number of the newest step, 0 before the first."""
+        return self._step.record.step if self._step is not None else 0
 
     @property
     def running(self) -> bool:
-        return self._progress.running
+        return self._step is not None and not self._step.ended
 
     @property
     def failed(self) -> bool:
-        return self._progress.error is not None
+        return self._failure.error is not None
 
     def wait_bucket(self, k: int) -> None:
-        """Wait for the weights of buckets 0 to k of the running step: the caller's device stream then sees them."""
-        progress = self._progress
-        progress.wait(lambda: len(progress.events) > k, self._stages.timeout_s, lambda: self._name(k))
-        self._stages.transport.join(progress.events[k], self._stages.timeout_s)
+        """Wait for the weights of buckets 0 to k of the running step: the caller's device stream then sees them.
+
+        Raises:
+            StateError: the step failed; its cause is chained.
+            WaitTimeout: nothing moved for `timeout_s` seconds: a slow step that goes on is not cut off.
+        """
+        assert self._step is not None
+        step = self._step
+        self._wait(step, lambda: len(step.events) > k, k)
+        self._join(step, k)
 
     def wait_all(self) -> None:
-        """Wait until the running step, if any, has ended and its weights are on the device."""
-        progress = self._progress
-        progress.wait(lambda: not progress.running, self._stages.timeout_s, lambda: self._name(len(progress.events)))
-        if progress.events:
-            self._stages.transport.join(progress.events[-1], self._stages.timeout_s)
+        """Wait until the running step, if any, has ended and its weights are on the device. Raises as `wait_bucket`."""
+        step = self._step
+        if step is not None:
+            self._wait(step, lambda: step.ended, len(step.events))
+            self._join(step, len(step.events) - 1)
 
     def close(self) -> None:
         """End the thread, after the step it is carrying out."""
+        self._wake()
         self._finalizer()
 
-    def _name(self, k: int) -> str:
-        works = self._progress.works
-        return works[k].name if k < len(works) else "the end of the step"
+    def _wake(self) -> None:
+        """Make sure that the step's thread knows of the newest step: an interrupt may have come right after `submit`
+        took it. The thread takes each step once, however often it is told."""
+        if self._step is not None and not self._step.taken:
+            self._jobs.put(self._step)
+
+    def _wait(self, step: _Step, reached: Callable[[], bool], k: int) -> None:
+        self._check_process()
+        self._wake()
+        stages = self._stages
+        in_time = step.bell.wait(lambda: reached() or self.failed, stages.timeout_s, lambda: stages.moved)
+        if self._failure.error is not None:
+            raise _failed(self._failure.error) from self._failure.error
+        if not in_time:
+            raise self._timeout(step, k)
+
+    def _join(self, step: _Step, k: int) -> None:
+        """One copy after the other, so that each has `timeout_s` to itself."""
+        while self._joined <= k:
+            try:
+                self._stages.transport.join(step.events[self._joined], self._stages.timeout_s)
+            except WaitTimeout as error:
+                raise self._timeout(step, self._joined) from error
+            except TransportError as error:
+                raise _failed(error) from error
+            self._joined += 1
+
+    def _timeout(self, step: _Step, k: int) -> WaitTimeout:
+        what = step.names[k] if k < len(step.names) else "the end of the step"
+        cause = f"waited in vain for {what}; no copy and no host step ended meanwhile"
+        remedy = "Look for a stuck copy or thread; raise timeout_s if the machine is only slow"
+        return WaitTimeout(explain("timeout_s", self._stages.timeout_s, cause, remedy))
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(
+                "the optimizer is used in a forked process, but its threads live in the parent only. Make a new "
+                "optimizer in the child, or step in the parent."
+            )
 
 
-def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # its closure holds the step's gradients
+def _failed(error: BaseException) -> StateError:
+    return StateError(
+        f"the optimizer's step failed ({type(error).__name__}: {error}); its state may be half stepped. Load the last "
+        "checkpoint into a new optimizer to go on."
+    )
 
 
-def _stop(jobs: queue.SimpleQueue[Callable[[], None] | None], thread: threading.Thread, pid: int) -> None:
+def _serve(jobs: queue.SimpleQueue[_Step | None], stages: Stages | None, schedule: Schedule, failure: _Failure) -> None:
+    assert stages is not None
+    while (step := jobs.get()) is not None:
+        if not step.taken:
+            step.taken = True
+            error = failure.error or _carry_out(step, stages, schedule)
+            if error is not None:
+                traceback.clear_frames(error.__traceback__)  # their locals hold the gradients
+                failure.error = error
+            step.end()
+            del error
+        del step
+    stages = None  # a traceback may keep this frame: the transport must not stay with it
+
+
+def _carry_out(step: _Step, stages: Stages, schedule: Schedule) -> BaseException | None:
+    assert step.work is not None
+    work = step.work
+    try:
+        stages.record = step.record
+        work.count()
+        schedule.run(stages, work.buckets, step.mark, step.posted)
+        stages.drain()
+        work.check_gradients_unchanged()
+    except BaseException as error:
+        return error
+    return None
+
+
+def _stop(jobs: queue.SimpleQueue[_Step | None], thread: threading.Thread, pid: int) -> None:
     if os.getpid() == pid:
         jobs.put(None)
         if not threading.current_thread().name.startswith("hf_offload-"):  # the collector may run on one of ours

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hf_offload.config import OffloadConfig
-from hf_offload.engine.tensors import check_parameter
+from hf_offload.engine.masters import waiting_bytes
+from hf_offload.engine.tensors import check_apart, check_parameter
 from hf_offload.errors import UnsupportedError, explain
 from hf_offload.hostmem import check_host_budget
 from hf_offload.transport import Transport, make_transport
@@ -26,7 +27,9 @@ class Placement:
     def __init__(self, config: OffloadConfig, params: Sequence[Tensor]) -> None:
         self._config = config
         self.kind = self._check(params)
-        self._budget(12 * sum(p.numel() for p in params if p.requires_grad), self.ring_bytes)
+        trainable = [p for p in params if p.requires_grad]
+        check_apart(trainable)
+        self._budget(trainable, {"pinned ring": self.ring_bytes}, 0)
         self._transport: Transport | None = self._make()
 
     @property
@@ -51,7 +54,10 @@ class Placement:
         return 0 if self._transport is None else self._transport.pinned_bytes
 
     def settle(self, fresh: Sequence[Tensor], taken: int) -> None:
-        """Before state for `fresh` is allocated: check device and budget; `taken`: bytes of state that exist."""
+        """Before state for `fresh` is allocated: check device and budget; `taken`: bytes of state that exist.
+
+        Raises as the class.
+        """
         kind = self._check(fresh)
         if kind != self.kind:
             if taken:
@@ -62,7 +68,7 @@ class Placement:
             self.close()
             self.kind = kind
             self._transport = self._make()
-        self._budget(12 * sum(p.numel() for p in fresh), 0, taken + self.ring_bytes)
+        self._budget(fresh, {}, taken + self.ring_bytes)
 
     def close(self) -> None:
         if self._transport is not None:
@@ -74,7 +80,7 @@ class Placement:
 
     def _check(self, params: Sequence[Tensor]) -> str:
         for i, p in enumerate(params):
-            check_parameter(p, f"parameter {i}, shape {tuple(p.shape)}")
+            check_parameter(p, i)
         devices = sorted({str(p.device) for p in params})
         if len(devices) > 1:
             raise UnsupportedError(
@@ -85,12 +91,15 @@ class Placement:
         transport_kind(self._config, _facts(kind))
         return kind
 
-    def _budget(self, state: int, ring: int, taken: int = 0) -> None:
-        need = {"master": state // 3, "exp_avg": state // 3, "exp_avg_sq": state // 3}
-        if ring:
-            need["pinned ring"] = ring
+    def _budget(self, params: Sequence[Tensor], more: dict[str, int], taken: int) -> None:
+        """Compare what is about to be allocated with what the machine has, and all that is ours with the cap."""
+        state = 4 * sum(p.numel() for p in params)
+        need = {"master": state, "exp_avg": state, "exp_avg_sq": state, **more}
         cap = self._config.max_host_bytes
-        check_host_budget(need, None if cap is None else max(0, cap - taken))
+        if cap is not None and sum(need.values()) + taken > cap:
+            check_host_budget({"taken already": taken, **need} if taken else need, cap)
+        # Values that wait to become masters are freed one by one while the masters' memory is filled.
+        check_host_budget({**need, "master": state - waiting_bytes(params)}, None)
 
 
 def _facts(kind: str) -> DeviceFacts:

@@ -45,6 +45,10 @@ class PendingScale:
         self._bound = math.inf
         self.norm: float | None = None
 
+    @property
+    def _changes_the_step(self) -> bool:
+        return self._bound != math.inf or self._inverse != 1.0
+
     def measure(self, grads: Sequence[Gradient]) -> float:
         """The norm of the unscaled gradients, computed once; anything pending for older gradients is dropped."""
         if not self._matches(grads):
@@ -59,8 +63,15 @@ class PendingScale:
         return self.norm
 
     def unscale(self, grads: Sequence[Gradient], inverse: float) -> bool:
-        """Fold the loss scale's inverse into the next step. Returns whether a gradient is inf or NaN."""
+        """Fold the loss scale's inverse into the next step. Returns whether a gradient is inf or NaN.
+
+        Raises:
+            ConfigError: an inverse that is not a positive number.
+        """
+        if not 0.0 < inverse < math.inf:
+            raise ConfigError(explain("inv_scale", inverse, "not the inverse of a loss scale", "Give a number above 0"))
         self.measure(grads)
+        self._bound *= inverse / self._inverse  # one given before was a bound for the scaled gradients
         self._inverse = inverse
         self.norm = self._scaled_norm * inverse
         return not math.isfinite(self._scaled_norm)
@@ -70,9 +81,13 @@ class PendingScale:
 
         Raises:
             ConfigError: a negative or NaN bound.
+            StateError: a backward added to gradients that an earlier call was asked to clip or unscale.
         """
         if not max_norm >= 0.0:
             raise ConfigError(explain("max_norm", max_norm, "not a bound for a norm", "Give 0 or more; inf only reads"))
+        if self._changes_the_step and not self._matches(grads) and self._among(grads):
+            self.clear()
+            raise StateError(_changed("clip_grad_norm_()"))
         norm = self.measure(grads)
         self._bound = min(self._bound, max_norm)
         return norm
@@ -84,11 +99,10 @@ class PendingScale:
             StateError: the gradients are not those that were clipped or unscaled.
         """
         if self._token is not None and not self._matches(grads):
-            self.clear()
-            raise StateError(
-                "optimizer.step(): the gradients changed after clip_grad_norm_() or unscale_() measured them (a "
-                "backward or an edit of .grad in between). Clip after the last backward, right before step()."
-            )
+            lost = self._changes_the_step
+            self.clear()  # a norm that was only read binds nobody
+            if lost:
+                raise StateError(_changed("step()"))
         if self._token is None and skip_nonfinite == "always":
             self.measure(grads)
         norm, inverse, bound = self.norm, self._inverse, self._bound
@@ -106,6 +120,18 @@ class PendingScale:
             and all(_seen(g.param.grad, self._token, v) for g, v in zip(grads, self._versions))
         )
 
+    def _among(self, grads: Sequence[Gradient]) -> bool:
+        """Whether some of `grads` were measured, as they are or as they were before something was added to them."""
+        return any(getattr(g.param.grad, _TOKEN, None) is self._token for g in grads)
+
 
 def _seen(grad: Tensor | None, token: object, version: int) -> bool:
     return grad is not None and getattr(grad, _TOKEN, None) is token and grad._version == version
+
+
+def _changed(call: str) -> str:
+    return (
+        f"optimizer.{call}: the gradients changed after clip_grad_norm_() or unscale_() measured them (a backward or "
+        "an edit of .grad in between). Clip once, after the last backward and right before step(); "
+        "optimizer.zero_grad() drops what is pending."
+    )

@@ -39,13 +39,15 @@ class Stages:
     def __init__(self, transport: Transport, threads: int, timeout_s: float) -> None:
         self.transport = transport
         self.timeout_s = timeout_s
+        self.moved = 0
+        """Copies and kernels that have ended: a wait goes on as long as this does."""
         self._threads = threads
-        self._up_busy: list[Event | None] = [None] * len(transport.up)
+        self._up_busy: dict[int, Event] = {}  # by slot, the oldest copy first
         self.record: StepRecord = StepRecord(0)
 
     @property
     def slots(self) -> int:
-        return len(self._up_busy)
+        return len(self.transport.up)
 
     def d2h(self, work: BucketWork, slot: int, mark: object) -> Event:
         """Start the copy of a bucket's gradients into down slot `slot`."""
@@ -54,6 +56,7 @@ class Stages:
     def host_step(self, work: BucketWork, slot: int, arrived: Event) -> None:
         """Wait for the gradients in down slot `slot`, then step the bucket; its weights are left in up slot `slot`."""
         arrived.wait(self.timeout_s)
+        self.moved += 1
         start, end = arrived.span()
         self.record.d2h += end - start
         self.record.d2h_bytes += arrived.nbytes
@@ -75,6 +78,7 @@ class Stages:
             threads=self._threads,
         )
         self.record.host_step += time.perf_counter() - begin
+        self.moved += 1
 
     def h2d(self, work: BucketWork, slot: int, mark: object) -> Event:
         """Start the copy of a bucket's weights from up slot `slot` to the device."""
@@ -84,17 +88,17 @@ class Stages:
 
     def drain(self) -> None:
         """Wait until every up slot is free: all weights have arrived."""
-        for slot in range(self.slots):
+        for slot in list(self._up_busy):
             self._release(slot)
 
     def _release(self, slot: int) -> None:
-        event = self._up_busy[slot]
+        event = self._up_busy.pop(slot, None)
         if event is not None:
             event.wait(self.timeout_s)
+            self.moved += 1
             start, end = event.span()
             self.record.h2d += end - start
             self.record.h2d_bytes += event.nbytes
-            self._up_busy[slot] = None
 
 
 class InOrder:

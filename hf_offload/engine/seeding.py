@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from hf_offload.engine.arena import Arena
-from hf_offload.engine.masters import take_master
-from hf_offload.engine.tensors import NUMPY_WIRE, flat, like_layout
+from hf_offload.engine.masters import drop_master, give_back_master, waiting_master
+from hf_offload.engine.tensors import NUMPY_WIRE, flat, like_layout, shaped_view
 from hf_offload.kernels import cpu
 from hf_offload.transport import Segment, Transport
 
@@ -18,13 +18,23 @@ Take = Callable[[int, np.ndarray, np.ndarray, str], None]
 
 def seed_masters(arena: Arena, transport: Transport, threads: int, timeout_s: float) -> None:
     """Fill `arena.master`: from fp32 values that waited for a parameter (where they still round to its weight), else
-    from the weight itself."""
-    waited = set()
+    from the weight itself, as where the parameter was resized meanwhile."""
+    waited: set[int] = set()
+    try:
+        _seed(arena, waited, transport, threads, timeout_s)
+    except BaseException:  # Ctrl-C, too: whoever binds these parameters next needs the fp32 values
+        for i in waited:
+            give_back_master(arena.params[i], shaped_view(arena.master[arena.slice_of(i)], arena.params[i]))
+        raise
+
+
+def _seed(arena: Arena, waited: set[int], transport: Transport, threads: int, timeout_s: float) -> None:
     for i, p in enumerate(arena.params):
-        values = take_master(p)
-        if values is not None:
+        values = waiting_master(p)
+        if values is not None and values.shape == p.shape:
             arena.master[arena.slice_of(i)] = flat(like_layout(values, p)).numpy()
             waited.add(i)
+        drop_master(p)
 
     def take(param: int, weight: np.ndarray, master: np.ndarray, wire: str) -> None:
         if param in waited:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 PHASES = ("compute", "d2h", "host_step", "h2d", "wait")
 
@@ -63,7 +62,7 @@ class StepRecord:
     h2d: float = 0.0
     d2h_bytes: int = 0
     h2d_bytes: int = 0
-    finished: threading.Event = field(default_factory=threading.Event)
+    finished: bool = False
 
     def seconds(self) -> dict[str, float]:
         return {
@@ -92,7 +91,9 @@ class Meter:
     def begin(self, step: int) -> StepRecord:
         """A new step starts: the time since the last one, less the waits in it, was compute."""
         now = time.perf_counter()
-        self._previous, self.current = self.current, StepRecord(step)
+        if self.current is None or self.current.finished:  # else an interrupt kept that step from being taken
+            self._previous = self.current
+        self.current = StepRecord(step)
         self.current.compute = max(0.0, now - self._compute_from - self._waited_since)
         return self.current
 
@@ -107,9 +108,9 @@ class Meter:
         if self._in_wait:
             yield
             return
-        self._in_wait = True
         start = time.perf_counter()
         try:
+            self._in_wait = True
             yield
         finally:
             self._in_wait = False
@@ -120,6 +121,6 @@ class Meter:
 
     def last_finished(self) -> StepRecord | None:
         """The newest step whose weights are all on the device."""
-        if self.current is not None and self.current.finished.is_set():
+        if self.current is not None and self.current.finished:
             return self.current
         return self._previous

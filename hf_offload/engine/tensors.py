@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from hf_offload.errors import UnsupportedError, explain
 
@@ -13,12 +17,19 @@ NUMPY_WIRE = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.float32
 TORCH_WIRE = {name: dtype for dtype, name in WIRE.items()}
 
 
-def check_parameter(p: Tensor, name: str) -> None:
-    """Refuse a parameter that cannot be offloaded.
+def check_parameter(p: Tensor, number: int) -> None:
+    """Refuse parameter `number` of its list if it cannot be offloaded.
 
     Raises:
-        UnsupportedError: a dtype other than bf16, fp16 and fp32, a DTensor, or memory with gaps or overlaps.
+        UnsupportedError: a dtype other than bf16, fp16 and fp32, a DTensor, memory with gaps or overlaps, a parameter
+            without values yet, or one made under `torch.inference_mode()`.
     """
+    if is_lazy(p):
+        raise UnsupportedError(
+            explain(f"type of parameter {number}", type(p).__name__, "a lazy module has not made it yet",
+                    "Run one forward of the model before making the optimizer")
+        )  # fmt: skip
+    name = f"parameter {number}, shape {tuple(p.shape)}"
     if p.dtype not in WIRE:
         remedy = "Convert the parameter to bfloat16, float16 or float32, or keep it out of the optimizer"
         raise UnsupportedError(explain(f"dtype of {name}", str(p.dtype), "no host step exists for it", remedy))
@@ -27,11 +38,38 @@ def check_parameter(p: Tensor, name: str) -> None:
             explain(f"type of {name}", type(p).__name__, "sharded parameters (FSDP2, tensor parallel) come later",
                     "Use one process, or DDP with schedule='in_order'")
         )  # fmt: skip
-    if p.layout != torch.strided or not is_dense(p):
+    if p.layout != torch.strided or not is_dense(p) or p.is_neg():
         raise UnsupportedError(
             explain(f"stride of {name}", tuple(p.stride()) if p.layout == torch.strided else str(p.layout),
                     "its elements do not fill one block of memory", "Make the parameter from .contiguous() data")
         )  # fmt: skip
+    if p.is_inference():
+        raise UnsupportedError(
+            explain(name, "an inference tensor", "made under torch.inference_mode(), it cannot be trained by autograd",
+                    "Make the model outside of inference_mode")
+        )  # fmt: skip
+
+
+def check_apart(params: Iterable[Tensor]) -> None:
+    """Refuse trainable parameters that share memory: each would be stepped, and the last to arrive would win.
+
+    Raises:
+        UnsupportedError: two of them overlap.
+    """
+    runs = sorted((str(p.device), p.data_ptr(), p.numel() * p.element_size(), tuple(p.shape)) for p in params)
+    runs = [run for run in runs if run[2]]
+    for (device, start, nbytes, shape), (next_device, next_start, _, next_shape) in pairwise(runs):
+        if device == next_device and next_start < start + nbytes:
+            raise UnsupportedError(
+                explain("params", f"shapes {shape} and {next_shape}", "two parameters share memory (`a.data = b.data`)",
+                        "Tie them by using one Parameter in both places, or give one of them memory of its own")
+            )  # fmt: skip
+
+
+def layout_of(p: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape, and strides where there is a choice: dense tensors with equal layouts have equal orders of elements."""
+    contiguous = p.is_contiguous()
+    return tuple(p.shape), tuple(0 if contiguous or size == 1 else st for st, size in zip(p.stride(), p.shape))
 
 
 def is_dense(t: Tensor) -> bool:

@@ -97,25 +97,38 @@ def _children(module: nn.Module, kind: type[nn.Module]) -> Iterator[tuple[str, n
     yield from ((name, c) for name, c in module.named_children() if type(c) in repeated)
 
 
-def _walk(model: nn.Module, blocks: dict[int, str], name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Modules in registration order, without going inside blocks."""
-    yield name, model
-    if id(model) in blocks:
-        return
-    for child_name, child in model.named_children():
-        yield from _walk(child, blocks, f"{name}.{child_name}".lstrip("."))
+def _walk(model: nn.Module, blocks: dict[int, str]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules in registration order, each once, without going inside blocks."""
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        yield name, module
+        if id(module) not in blocks:
+            for child_name, child in module.named_children():
+                yield from visit(f"{name}.{child_name}".lstrip("."), child)
+
+    return visit("", model)
+
+
+def _called(block: nn.Module) -> Iterator[nn.Module]:
+    """What is called where a block runs: the block, or, since a mere list cannot be called, what it holds."""
+    if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+        for child in block.children():
+            yield from _called(child)
+    else:
+        yield block
 
 
 def _guards(model: nn.Module, blocks: dict[int, str], units: list[Unit]) -> Iterator[Guard]:
     """Every block, and every module outside blocks that owns parameters directly; each once."""
     unit_of = {id(p): u for u, unit in enumerate(units) for p in unit.params}
     number = {unit.name: u for u, unit in enumerate(units) if unit.is_block}
-    seen: set[int] = set()
     for name, module in _walk(model, blocks):
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
         whole = id(module) in blocks
-        needs = frozenset(unit_of[id(p)] for p in module.parameters(recurse=whole))
-        if needs:
-            yield Guard(module, needs, number.get(name) if whole else None)
+        for part in _called(module) if whole else (module,):
+            needs = frozenset(unit_of[id(p)] for p in part.parameters(recurse=whole))
+            if needs:
+                yield Guard(part, needs, number[name] if whole else None)

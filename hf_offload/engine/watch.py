@@ -38,12 +38,13 @@ class WeightWatch:
     def suspects(self) -> Sequence[Tensor]:
         """Weights that somebody else may have written to since they were noted; asked once a step."""
         if self._all_suspect:
-            found = list(self._left)
-        else:
-            found = [p for p, left in self._left.items() if self._changed(p, left)]
+            return list(self._left)
+        return [p for p, left in self._left.items() if self._changed(p, left)]
+
+    def settled(self) -> None:
+        """The suspects' masters have been compared; not before, since an interrupt may come in between."""
         self._all_suspect = False
         self._checksums = {}
-        return found
 
     def _changed(self, p: Tensor, left: tuple[int, int]) -> bool:
         if (p._version, p.data_ptr()) != left:

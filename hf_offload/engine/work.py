@@ -20,17 +20,21 @@ class ArenaWork:
 
     Attributes:
         grads: each parameter's gradient in the parameter's memory order, None where it is not stepped.
+        weights: each stepped parameter's memory as it was when the step was taken: `p.data = ...` may swap it since.
         versions: the gradients' version counters when they were taken.
         grad_pointers, weight_pointers: device addresses; 0 where a parameter is not stepped.
         coefficients: float32[params, NUM_COEF], inactive rows where a parameter is not stepped.
+        stepped: int64, the indices of those that are stepped.
     """
 
     arena: Arena
     grads: Sequence[Tensor | None]
+    weights: Sequence[Tensor | None]
     versions: Sequence[int]
     grad_pointers: Sequence[int]
     weight_pointers: Sequence[int]
     coefficients: np.ndarray
+    stepped: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +49,15 @@ class BucketWork:
     def bucket(self) -> Bucket:
         return self.work.arena.plan.buckets[self.index]
 
+    @property
+    def units(self) -> frozenset[int]:
+        return self.work.arena.bucket_units[self.index]
+
     def gradient_segments(self) -> list[Segment]:
         return self._segments(self.work.grad_pointers, self.work.grads)
 
     def weight_segments(self) -> list[Segment]:
-        return self._segments(self.work.weight_pointers, self.work.arena.params)
+        return self._segments(self.work.weight_pointers, self.work.weights)
 
     def coefficients(self) -> np.ndarray:
         return self.work.coefficients[self.work.arena.bucket_params[self.index]]
@@ -78,6 +86,28 @@ class BucketWork:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """One whole step: what is stepped, and its buckets in the order in which they go."""
+
+    arenas: Sequence[ArenaWork]
+    buckets: Sequence[BucketWork]
+
+    def count(self) -> None:
+        """One step more for each parameter that is stepped; on the step's thread, where nothing can interrupt it."""
+        for work in self.arenas:
+            work.arena.steps[work.stepped] += 1
+
+    def check_gradients_unchanged(self) -> None:
+        """Once more for all at the end: torch moves a version counter only when the writing operation has ended.
+
+        Raises:
+            StateError: a gradient's version counter moved.
+        """
+        for work in self.buckets:
+            work.check_gradients_unchanged()
+
+
 def bucket_works(
     works: Sequence[ArenaWork], unit_name: Callable[[int], str], rank: Mapping[int, int]
 ) -> list[BucketWork]:
@@ -85,7 +115,8 @@ def bucket_works(
     found = []
     for work in works:
         stepped = np.array([g is not None for g in work.grads])
-        for i, bucket in enumerate(work.arena.plan.buckets):
+        for i, units in enumerate(work.arena.bucket_units):
             if stepped[work.arena.bucket_params[i]].any():
-                found.append(BucketWork(work, i, f"bucket {i} of unit {unit_name(bucket.unit)!r}"))
-    return sorted(found, key=lambda b: rank[b.bucket.unit])  # stable: arena order within a unit
+                first = min(units, key=rank.__getitem__)
+                found.append((rank[first], BucketWork(work, i, f"bucket {i} of unit {unit_name(first)!r}")))
+    return [work for _, work in sorted(found, key=lambda f: f[0])]  # stable: arena order within a unit

@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 
 from hf_offload.errors import TransportError, WaitTimeout, explain
 from hf_offload.transport.base import Event, Segment
+from hf_offload.transport.bell import Bell
 
 _ALIGN = 64  # bytes: one cache line, and the widest vector register
 
@@ -29,21 +31,22 @@ Delay = Callable[[str, int], float]
 class HostCopy:
     """The `Event` of one copy of a `HostTransport`."""
 
-    __slots__ = ("_done", "_error", "_move", "_span", "nbytes", "what")
+    __slots__ = ("_bell", "_ended", "_error", "_move", "_span", "nbytes", "what")
 
     def __init__(self, what: str, nbytes: int, move: Callable[[], None]) -> None:
         self.what = what
         self.nbytes = nbytes
         self._move: Callable[[], None] | None = move
-        self._done = threading.Event()
+        self._bell = Bell()
+        self._ended = False
         self._error: BaseException | None = None
         self._span = (0.0, 0.0)
 
     def done(self) -> bool:
-        return self._done.is_set()
+        return self._ended
 
     def wait(self, timeout_s: float) -> None:
-        if not self._done.wait(timeout_s):
+        if not self._bell.wait(self.done, timeout_s):
             raise WaitTimeout(
                 explain(
                     "timeout_s", timeout_s, f"{self.what} did not end in time", "Raise timeout_s if it is only slow"
@@ -67,7 +70,10 @@ class HostCopy:
     def finish(self, error: BaseException | None) -> None:
         self._error = error
         self._move = None  # lets go of the segments' owners
-        self._done.set()
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # their locals hold the owners too
+        self._ended = True
+        self._bell.ring()
 
 
 class _Lane(threading.Thread):
@@ -79,6 +85,7 @@ class _Lane(threading.Thread):
         self._seconds_per_byte = 0.0 if link_gb_s is None else 1.0 / (link_gb_s * 1e9)
         self._latency_s = link_latency_us * 1e-6
         self._delay = delay
+        self._pid = os.getpid()
         self._jobs: queue.SimpleQueue[HostCopy | None] = queue.SimpleQueue()
         self._submitting = threading.Lock()
         self._closed = False
@@ -86,6 +93,11 @@ class _Lane(threading.Thread):
         self.start()
 
     def submit(self, copy: HostCopy) -> HostCopy:
+        if os.getpid() != self._pid:
+            raise TransportError(
+                f"{copy.what}: this process was forked off, and the threads that copy live in its parent only. Make a "
+                "new optimizer here."
+            )
         with self._submitting:  # no copy may slip in behind the closing None, where nobody would ever finish it
             if self._closed:
                 raise TransportError(f"{copy.what}: the transport is closed. Make a new optimizer.")
@@ -153,14 +165,16 @@ class HostTransport:
         return None  # on a CPU whatever was asked for before is already done
 
     def to_host(self, segments: Sequence[Segment], slot: int, after: Any) -> Event:
-        base = self.down[slot].ctypes.data
+        ring = self._open_ring(self.down)
+        base = ring[slot].ctypes.data
         moves = [(base + s.offset, s.pointer, s.nbytes) for s in segments]
-        return self._submit(0, "the copy of gradients to the host", moves, segments)
+        return self._submit(0, "the copy of gradients to the host", moves, (segments, ring))
 
     def to_device(self, segments: Sequence[Segment], slot: int, after: Any) -> Event:
-        base = self.up[slot].ctypes.data
+        ring = self._open_ring(self.up)
+        base = ring[slot].ctypes.data
         moves = [(s.pointer, base + s.offset, s.nbytes) for s in segments]
-        return self._submit(1, "the copy of weights to the device", moves, segments)
+        return self._submit(1, "the copy of weights to the device", moves, (segments, ring))
 
     def join(self, event: Event, timeout_s: float) -> None:
         event.wait(timeout_s)
@@ -170,8 +184,13 @@ class HostTransport:
         self.down = self.up = ()
         self.pinned_bytes = 0
 
-    def _submit(self, lane: int, what: str, moves: list[tuple[int, int, int]], owners: Sequence[Segment]) -> HostCopy:
-        def move(owners: Sequence[Segment] = owners) -> None:  # the default keeps the memory's owners alive
+    def _open_ring(self, ring: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        if not ring:
+            raise TransportError("the transport is closed: its threads and its memory are gone. Make a new optimizer.")
+        return ring
+
+    def _submit(self, lane: int, what: str, moves: list[tuple[int, int, int]], owners: object) -> HostCopy:
+        def move(owners: object = owners) -> None:  # the default keeps both ends' memory alive
             for destination, source, nbytes in moves:
                 ctypes.memmove(destination, source, nbytes)  # releases the GIL
 

@@ -30,11 +30,9 @@ def transport_kind(config: OffloadConfig, facts: DeviceFacts) -> str:
     """`host` or `cuda`, or an error that says why neither can serve.
 
     Raises:
-        ConfigError: the setting does not fit the parameters' device, CuPy is missing, or there is no GPU.
+        ConfigError: the settings do not fit the parameters' device, CuPy is missing, or there is no GPU.
         UnsupportedError: a device no transport exists for.
     """
-    if config.transport == "cuda":
-        _require_cuda(facts, config.transport)
     if facts.kind not in ("cpu", "cuda"):
         raise UnsupportedError(
             explain(
@@ -42,15 +40,24 @@ def transport_kind(config: OffloadConfig, facts: DeviceFacts) -> str:
                 "Move the model to one of these before making the optimizer",
             )
         )  # fmt: skip
-    if facts.kind == "cuda" and config.transport == "host":
-        raise ConfigError(
-            explain("transport", "host", "the parameters are on a GPU, which it cannot reach", "Use transport='auto'")
-        )
-    if facts.kind == "cpu" and config.transport == "cuda":
-        raise ConfigError(
-            explain("transport", "cuda", "the parameters are on the CPU", "Move the model to the GPU, or use 'auto'")
-        )
+    if config.transport == "cuda":
+        _require_cuda(facts, config.transport)
+        if facts.kind == "cpu":
+            cause = "the parameters are on the CPU"
+            raise ConfigError(explain("transport", "cuda", cause, "Move the model to the GPU, or use 'auto'"))
+    if facts.kind == "cuda":
+        _refuse_host_settings(config)
     return "cuda" if facts.kind == "cuda" else "host"
+
+
+def _refuse_host_settings(config: OffloadConfig) -> None:
+    if config.transport == "host":
+        cause = "the parameters are on a GPU, which it cannot reach"
+        raise ConfigError(explain("transport", "host", cause, "Use transport='auto'"))
+    for name in ("link_gb_s", "link_latency_us"):
+        if getattr(config, name):
+            cause = "a link can only be emulated over the host transport, and the parameters are on a GPU"
+            raise ConfigError(explain(name, getattr(config, name), cause, "Leave it out, or train on the CPU"))
 
 
 def make_transport(config: OffloadConfig, facts: DeviceFacts, slot_bytes: int) -> Transport:

@@ -9,14 +9,13 @@ import math
 
 import numba
 import numpy as np
-
 from hf_offload.kernels.cpu import jit
 from hf_offload.kernels.cpu.bits import enter_ieee, leave_ieee, narrow_as, one_nan, widen_one
 from hf_offload.kernels.cpu.wire import Array, as_flat, as_float32, as_wire
 
 # Columns of a coefficient row.
-ACTIVE, SCALE, L2, BETA1, REST1, BETA2, REST2, DECAY, STEP_SIZE, ROOT_SCALE, EPS = range(11)
-NUM_COEF = 11
+ACTIVE, SCALE, L2, KEEP1, FADE1, REST1, BETA2, REST2, DECAY, STEP_SIZE, ROOT_SCALE, EPS = range(12)
+NUM_COEF = 12
 
 INACTIVE: Array = np.zeros(NUM_COEF, dtype=np.float32)
 INACTIVE.setflags(write=False)
@@ -47,12 +46,19 @@ def coefficients(
     Returns:
         float32[NUM_COEF].
     """
+    # grad_scale = power * part with 1 <= part < 2. Multiplying by a power of two is exact, and what else multiplies g
+    # takes up `part`: so scaling costs no rounding of its own.
+    part, exponent = math.frexp(grad_scale)
+    part, power = (2.0 * part, math.ldexp(0.5, exponent)) if part else (1.0, 0.0)
+    # beta1 = keep - fade. With beta1 itself, 1 - beta1 would not be what its rounded value leaves of m, and m would
+    # settle 2e-7 off the mean gradient; below 1/2 that is small, while 1 - fade would cancel.
+    keep1 = 1.0 if beta1 >= 0.5 else float(np.float32(beta1))
     row = np.zeros(NUM_COEF, dtype=np.float64)
     row[ACTIVE] = 1.0
-    row[SCALE] = -grad_scale if maximize else grad_scale
-    row[L2] = 0.0 if decoupled else weight_decay
-    row[BETA1], row[REST1] = beta1, 1.0 - beta1
-    row[BETA2], row[REST2] = beta2, 1.0 - beta2
+    row[SCALE] = -power if maximize else power
+    row[L2] = 0.0 if decoupled else weight_decay / part
+    row[KEEP1], row[FADE1], row[REST1] = keep1, keep1 - beta1, (1.0 - beta1) * part
+    row[BETA2], row[REST2] = beta2, (1.0 - beta2) * part**2
     row[DECAY] = 1.0 - lr * weight_decay if decoupled else 1.0
     row[STEP_SIZE] = lr / (1.0 - beta1**step)
     row[ROOT_SCALE] = 1.0 / math.sqrt(1.0 - beta2**step)
@@ -79,7 +85,7 @@ def adam_step(
         grad: wire[n] (uint16 bits of a 16-bit float, or float32), read.
         weight: wire[n], written: the new master, rounded to nearest even.
         bounds: int64[p + 1], rising from 0 to n; piece k is bounds[k] to bounds[k + 1] and may be empty.
-        coef: float32[p, NUM_COEF], rows of `coefficients` or `INACTIVE`; the bytes of an inactive piece stay as they are.
+        coef: float32[p, NUM_COEF], rows of `coefficients`, or `INACTIVE`: all bytes of that piece stay as they are.
         wire: bfloat16, float16 or float32.
         threads: at most this many; a small bucket stays in the calling thread.
 
@@ -115,30 +121,37 @@ def _checked_coef(coef: Array, pieces: int) -> Array:
 
 
 @jit.helper
-def _update(theta, m, v, g, c):  # type: ignore[no-untyped-def]
-    m = one_nan(c[BETA1] * m + c[REST1] * g)
-    v = one_nan(c[BETA2] * v + (c[REST2] * g) * g)  # g * g alone would overflow or underflow first
-    theta = one_nan(c[DECAY] * theta - c[STEP_SIZE] * (m / (np.sqrt(v) * c[ROOT_SCALE] + c[EPS])))
-    return theta, m, v
+def _moments(m, v, g, c):  # type: ignore[no-untyped-def]
+    m = (c[KEEP1] * m - c[FADE1] * m) + c[REST1] * g
+    v = c[BETA2] * v + (c[REST2] * g) * g  # g * g first would overflow, or vanish, sooner
+    return one_nan(np.float32(m)), one_nan(np.float32(v))
+
+
+@jit.helper
+def _stepped(theta, m, v, c):  # type: ignore[no-untyped-def]
+    return one_nan(c[DECAY] * theta - c[STEP_SIZE] * (m / (np.sqrt(v) * c[ROOT_SCALE] + c[EPS])))
 
 
 @jit.helper
 def _step_piece(master, exp_avg, exp_avg_sq, grad, weight, row):  # type: ignore[no-untyped-def]
     # Read once: as far as LLVM can tell the loop's stores may overwrite `row`.
     c = (
-        row[ACTIVE], row[SCALE], row[L2], row[BETA1], row[REST1], row[BETA2],
-        row[REST2], row[DECAY], row[STEP_SIZE], row[ROOT_SCALE], row[EPS],
+        row[ACTIVE], row[SCALE], row[L2], row[KEEP1], row[FADE1], row[REST1],
+        row[BETA2], row[REST2], row[DECAY], row[STEP_SIZE], row[ROOT_SCALE], row[EPS],
     )  # fmt: skip
-    # Two loops: without L2 nothing is added to g, since 0 * theta is NaN where theta is infinite.
     if c[L2] == 0.0:
         for i in range(master.size):
             g = c[SCALE] * widen_one(grad[i])
-            theta, m, v = _update(master[i], exp_avg[i], exp_avg_sq[i], g, c)
+            m, v = _moments(exp_avg[i], exp_avg_sq[i], g, c)
+            theta = _stepped(master[i], m, v, c)
             master[i], exp_avg[i], exp_avg_sq[i], weight[i] = theta, m, v, narrow_as(weight[i], theta)
     else:
+        # A loop of its own: 0 * theta is NaN where theta is infinite. Its g and moments are float64, each rounded once:
+        # an error of the sum g would count twice in its square.
         for i in range(master.size):
-            g = c[SCALE] * widen_one(grad[i]) + c[L2] * master[i]
-            theta, m, v = _update(master[i], exp_avg[i], exp_avg_sq[i], g, c)
+            g = np.float64(c[SCALE] * widen_one(grad[i])) + np.float64(c[L2]) * np.float64(master[i])
+            m, v = _moments(np.float64(exp_avg[i]), np.float64(exp_avg_sq[i]), g, c)
+            theta = _stepped(master[i], m, v, c)
             master[i], exp_avg[i], exp_avg_sq[i], weight[i] = theta, m, v, narrow_as(weight[i], theta)
 
 

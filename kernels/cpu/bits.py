@@ -44,16 +44,15 @@ def narrow_as(typingctx, like, value):
     """
 
     def codegen(context, builder, sig, args):
-        value = args[1]
         if like == types.float32:
-            return value
-        is_nan = builder.fcmp_unordered("uno", value, value)
+            return args[1]
+        value = _one_nan(builder, args[1])
         if like == types.int16:
-            return builder.select(is_nan, I16(0x7E00), builder.bitcast(builder.fptrunc(value, F16), I16))
+            return builder.bitcast(builder.fptrunc(value, F16), I16)
         bits = builder.bitcast(value, I32)
         odd = builder.and_(builder.lshr(bits, I32(16)), I32(1))
-        rounded = builder.lshr(builder.add(builder.add(bits, I32(0x7FFF)), odd), I32(16))
-        return builder.trunc(builder.select(is_nan, I32(0x7FC0), rounded), I16)
+        rounded = builder.add(builder.add(bits, I32(0x7FFF)), odd)
+        return builder.trunc(builder.lshr(rounded, I32(16)), I16)
 
     return like(like, types.float32), codegen
 
@@ -79,10 +78,13 @@ def one_nan(typingctx, value):
     """
 
     def codegen(context, builder, sig, args):
-        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-        return builder.select(is_nan, F32(float("nan")), args[0])
+        return _one_nan(builder, args[0])
 
     return types.float32(types.float32), codegen
+
+
+def _one_nan(builder, value):
+    return builder.select(builder.fcmp_unordered("uno", value, value), F32(float("nan")), value)
 
 
 @intrinsic
@@ -117,7 +119,7 @@ def architecture() -> str:
 
 
 def swap_mode(builder, arch):
-    """Emits: read the mode, set the IEEE one; returns the old mode (i64). Elsewhere than x86-64 and AArch64: nothing."""
+    """Emits: read the mode, set the IEEE one; returns the old one (i64). Nothing but on x86-64 and AArch64."""
     _fence(builder)
     old = I64(0)
     if arch == "x86_64":
@@ -149,8 +151,8 @@ def _set_mode(builder, arch, mode):
 
 
 def _fence(builder):
-    # A compiler-only fence, no instruction. LLVM does not know that arithmetic depends on the mode; but loads and stores
-    # may not cross the fence, so neither may the arithmetic between a load and a store.
+    # A fence for the compiler alone, no instruction. LLVM does not know that arithmetic depends on the mode; but loads
+    # and stores may not cross the fence, so neither may the arithmetic between a load and a store.
     builder.fence("seq_cst", targetscope="singlethread")
 
 

@@ -15,6 +15,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numba
 
@@ -51,12 +52,13 @@ def find_cache_dir(package: Path = PACKAGE) -> Path | None:
 @contextlib.contextmanager
 def numba_caches_in(folder: Path) -> Iterator[None]:
     """Inside, functions decorated with `cache=True` are cached under `folder`; Numba reads it at decoration alone."""
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(folder)
+    config: Any = numba.config
+    before = config.CACHE_DIR
+    config.CACHE_DIR = str(folder)
     try:
         yield
     finally:
-        numba.config.CACHE_DIR = before
+        config.CACHE_DIR = before
 
 
 def _made(folder: Path) -> Path | None:
@@ -94,5 +96,5 @@ def _private_temporary() -> Path | None:
         found = folder.lstat()
     except OSError:
         return None
-    private = stat.S_ISDIR(found.st_mode) and (os.name == "nt" or found.st_uid == user and not found.st_mode & 0o022)
+    private = stat.S_ISDIR(found.st_mode) and (os.name == "nt" or (found.st_uid == user and not found.st_mode & 0o022))
     return folder if private else None

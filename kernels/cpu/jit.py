@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import numba
+from hf_offload.kernels.cpu.cache import find_cache_dir, numba_caches_in
 from numba.core import event
 
 from hf_offload.errors import UnsupportedError, explain
-from hf_offload.kernels.cpu.cache import find_cache_dir, numba_caches_in
 
 log = logging.getLogger("hf_offload")
+config: Any = numba.config
 
 # Elements below which a kernel runs in the calling thread: starting and joining a parallel region takes about as long
 # as stepping this many (10 to 20 us).
@@ -33,6 +35,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 CACHE_DIR = find_cache_dir()
+_with_cache: list[Any] = []
 
 
 def helper(function: Callable[..., Any]) -> Any:
@@ -54,7 +57,9 @@ def _cached(function: Callable[..., Any], **more: Any) -> Any:
     if CACHE_DIR is not None:
         try:
             with numba_caches_in(CACHE_DIR):
-                return numba.njit(cache=True, **OPTIONS, **more)(function)
+                dispatcher = numba.njit(cache=True, **OPTIONS, **more)(function)
+                _with_cache.append(dispatcher)
+                return dispatcher
         except RuntimeError as error:  # "no locator available": the folder went away, or NUMBA_CACHE_LOCATOR_CLASSES
             log.warning("hf_offload: compiled kernels will not be cached: %s", error)
     return numba.njit(**OPTIONS, **more)(function)
@@ -76,15 +81,19 @@ class _Notice(event.Listener):
 
     given = False
 
-    def on_start(self, event: Any) -> None:
-        dispatcher = event.data["dispatcher"]
+    def on_start(self, compiling: Any) -> None:
+        dispatcher = compiling.data["dispatcher"]
         if self.given or not dispatcher.py_func.__module__.startswith(__package__ or ""):
             return
         self.given = True
-        where = f"once; cached in {CACHE_DIR}" if CACHE_DIR else "no folder to cache them in is writable: set NUMBA_CACHE_DIR"
+        where = (
+            f"once; cached in {CACHE_DIR}"
+            if CACHE_DIR
+            else "no folder to cache them in is writable: set NUMBA_CACHE_DIR"
+        )
         log.warning("hf_offload: compiling CPU kernels (about 5 s, %s)", where)
 
-    def on_end(self, event: Any) -> None:
+    def on_end(self, compiled: Any) -> None:
         pass
 
 
@@ -132,7 +141,7 @@ def max_threads() -> int:
 
     OMP_NUM_THREADS, which launchers set to 1, does not count.
     """
-    configured = int(numba.config.NUMBA_NUM_THREADS)
+    configured = int(config.NUMBA_NUM_THREADS)
     if "NUMBA_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
         return configured
     # Numba read the affinity at import; accelerate and numactl-like tools may have narrowed it since.
@@ -148,7 +157,7 @@ def run(
         threads: wanted; 1 to `max_threads()` are used.
         parallel_from: sizes below it stay in this thread.
     """
-    if numba.config.DISABLE_JIT:
+    if config.DISABLE_JIT:
         raise UnsupportedError(
             explain("NUMBA_DISABLE_JIT", 1, "the kernels work on bits that only compiled code can reach", "Unset it")
         )
@@ -160,11 +169,11 @@ def run(
 
 
 def _call(dispatcher: Any, *args: Any) -> Any:
-    for _ in range(4):
-        try:
-            return dispatcher(*args)
-        except OSError as error:
-            # Only saving to the cache does I/O (a full disk, a quota, a folder removed meanwhile), after compiling and
-            # before running; the next try finds the function compiled. A driver and its body are saved one by one.
-            log.warning("hf_offload: could not save a compiled kernel: %s", error)
-    return dispatcher(*args)
+    """Calls a kernel. Only Numba's cache does I/O, before anything runs: a full disk, a quota, a broken file."""
+    try:
+        return dispatcher(*args)
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        log.warning("hf_offload: the cache of compiled kernels in %s cannot be used: %s", CACHE_DIR, error)
+        for cached in _with_cache:  # all of them: a driver's failure may be that of the body it calls
+            cached._cache.disable()
+        return dispatcher(*args)

@@ -7,7 +7,6 @@ float32 operations in the same order.
 from __future__ import annotations
 
 import numpy as np
-
 from hf_offload.kernels.cpu import adam, reduce
 from hf_offload.kernels.cpu.wire import Array
 
@@ -35,9 +34,10 @@ def _update(theta: Array, m: Array, v: Array, grad: Array, c: Array) -> tuple[Ar
     with np.errstate(all="ignore"):
         g = c[adam.SCALE] * grad
         if c[adam.L2]:
-            g = g + c[adam.L2] * theta
-        m = one_nan(c[adam.BETA1] * m + c[adam.REST1] * g)
-        v = one_nan(c[adam.BETA2] * v + (c[adam.REST2] * g) * g)
+            g, m, v = g.astype(np.float64), m.astype(np.float64), v.astype(np.float64)
+            g = g + np.float64(c[adam.L2]) * theta
+        m = one_nan(((c[adam.KEEP1] * m - c[adam.FADE1] * m) + c[adam.REST1] * g).astype(np.float32))
+        v = one_nan((c[adam.BETA2] * v + (c[adam.REST2] * g) * g).astype(np.float32))
         step = c[adam.STEP_SIZE] * (m / (np.sqrt(v) * c[adam.ROOT_SCALE] + c[adam.EPS]))
         return one_nan(c[adam.DECAY] * theta - step), m, v
 
@@ -92,7 +92,7 @@ def sum_of_squares(x: Array, wire: str) -> float:
     while lanes.shape[1] > 1:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]
-    return reduce.sum_of_blocks(lanes.reshape(chunks, -1))
+    return reduce.sum_of_blocks(lanes.reshape(chunks, reduce.CHUNK // reduce.BLOCK))
 
 
 def checksum(x: Array) -> int:

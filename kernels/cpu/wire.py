@@ -12,8 +12,16 @@ from hf_offload.errors import ConfigError, explain, nearest
 Array = NDArray[Any]
 
 # What the caller holds, and the view of it that kernels are compiled for.
-HELD = {"bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.uint16), "float32": np.dtype(np.float32)}
-VIEW = {"bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.int16), "float32": np.dtype(np.float32)}
+HELD: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(np.uint16),
+    "float16": np.dtype(np.uint16),
+    "float32": np.dtype(np.float32),
+}
+VIEW: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(np.uint16),
+    "float16": np.dtype(np.int16),
+    "float32": np.dtype(np.float32),
+}
 
 
 def as_wire(name: str, array: Array, wire: str, size: int | None = None) -> Array:

@@ -1,0 +1,326 @@
+"""The `hf-offload` command. Nothing heavy is imported before a command needs it, so that `--help` and plans are quick.
+
+Exit codes: 0 done; 1 training or another command failed while it ran; 2 refused: a wrong argument, recipe or setting,
+or a machine that cannot do it; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+
+from hf_offload import __version__
+from hf_offload.errors import ConfigError, HostMemoryError, OffloadError, UnsupportedError
+
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+
+_EXIT_CODES = (
+    "Exit codes: 0 done, 1 failed while running, 2 refused (a wrong argument, recipe or setting, or a machine that "
+    "cannot do it), 130 interrupted."
+)
+
+app = typer.Typer(
+    name="hf-offload",
+    help="Fine-tune Hugging Face models with Adam's state in host memory: the GPU holds 4 bytes per parameter instead "
+    "of 16, with the same loss curve.\n\n"
+    "Begin with [bold]hf-offload train quickstart[/]: a minute, no GPU, no network. "
+    "[bold]hf-offload plan --model NAME[/] says what a model needs. "
+    "[bold]hf-offload run SCRIPT[/] makes --optim offload_adam known to your own script.",
+    epilog=_EXIT_CODES,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipes_app = typer.Typer(
+    help="The recipes that ship with hf-offload: list, show, copy.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(recipes_app, name="recipes")
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+JsonOut = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose errors become one line on stderr and an exit code; with `debug` they are raised as they are."""
+
+    @functools.wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt:
+            _complain("Interrupted. Checkpoints saved before are complete.", style="yellow")
+            raise typer.Exit(INTERRUPTED) from None
+        except (OffloadError, OSError) as error:
+            if kwargs.get("debug"):
+                raise
+            _complain(f"Error: {error}")
+            refused = isinstance(error, (ConfigError, UnsupportedError, HostMemoryError))
+            user_path = isinstance(error, OSError) and error.filename is not None
+            raise typer.Exit(REFUSED if refused or user_path else FAILED) from None
+        except typer.Exit:
+            raise
+        except Exception as error:
+            if kwargs.get("debug"):
+                raise
+            _complain(f"Error: {type(error).__name__}: {error}")
+            _complain("Run it again with --debug to see where.", style="")
+            raise typer.Exit(FAILED) from None
+
+    return guarded
+
+
+def _complain(text: str, style: str = "red") -> None:
+    Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    return Console()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hf-offload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _recipe_names(incomplete: str) -> list[str]:
+    from hf_offload import recipe
+
+    return [name for name in recipe.shipped() if name.startswith(incomplete)]
+
+
+RecipeArgument = typer.Argument(
+    metavar="RECIPE", help="A recipe's file, or the name of a shipped one.", autocompletion=_recipe_names
+)
+OverridesArgument = typer.Argument(
+    metavar="KEY=VALUE",
+    help="Changes to the recipe: dotted keys with YAML values, as training.max_steps=20. The last one wins.",
+)
+
+
+@app.command(epilog=_EXIT_CODES)
+@_guarded
+def train(
+    recipe: Annotated[str, RecipeArgument],
+    overrides: Annotated[Optional[list[str]], OverridesArgument] = None,  # noqa: UP045 (typer on Python 3.10)
+    output_dir: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Where the model, checkpoints and figures go. Wins over training.output_dir."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Train a recipe, and write what was measured to OUTPUT_DIR/offload_summary.json.
+
+    For example: [bold]hf-offload train quickstart training.max_steps=20 --output-dir out[/]
+    """
+    from hf_offload import recipe as recipes
+    from hf_offload import report
+
+    spec = recipes.load(recipe, overrides or (), None if output_dir is None else str(output_dir))
+    console = _console()
+    with console.status("Loading torch and transformers ..."):
+        from hf_offload import training
+
+        args = training.arguments(spec)
+    outcome = training.run(spec, args, console)
+    model_dir = None if outcome.model_dir is None else str(outcome.model_dir)
+    report.print_outcome(console, outcome.summary, str(outcome.summary_path), model_dir)
+
+
+@app.command(
+    options_metavar="SCRIPT [ARGS]... | -m MODULE [ARGS]...",
+    epilog="Under accelerate: accelerate launch -m hf_offload.cli run SCRIPT ...",
+    no_args_is_help=True,
+    context_settings={"allow_extra_args": True, "allow_interspersed_args": False, "ignore_unknown_options": True},
+)
+def run(context: typer.Context) -> None:
+    """Run a training script, or a module, that then knows [bold]--optim offload_adam[/].
+
+    The script needs no change, and gets ARGS untouched, as from python. For example:
+
+    hf-offload run run_clm.py --optim offload_adam --optim_args "schedule=overlapped" ...
+
+    hf-offload run -m trl.scripts.sft --optim offload_adam ...
+    """
+    from hf_offload import launch
+
+    try:
+        launch.run(context.args)
+    except ConfigError as error:
+        if not launch.started():
+            _complain(f"Error: {error}")
+            raise typer.Exit(REFUSED) from None
+        raise
+
+
+@app.command(epilog=_EXIT_CODES)
+@_guarded
+def plan(
+    recipe: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(metavar="RECIPE", help="A recipe's file or name.", autocompletion=_recipe_names),
+    ] = None,
+    overrides: Annotated[Optional[list[str]], OverridesArgument] = None,  # noqa: UP045
+    params: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Number of parameters, as 7e9, 7B or 135M.", metavar="N"),
+    ] = None,
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="A model's folder or hub id. Only its config is read, no weights.", metavar="MODEL"),
+    ] = None,
+    trainable: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="How many of them are trained (LoRA: the adapters); default: all.", metavar="N"),
+    ] = None,
+    weight_bytes: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Bytes of a trained weight on the GPU: 2 (bf16, fp16) or 4 (fp32). Default: 2.", metavar="N"),
+    ] = None,
+    batch: Annotated[Optional[int], typer.Option(help="Rows in a micro-batch.", min=1, metavar="N")] = None,  # noqa: UP045
+    seq_len: Annotated[Optional[int], typer.Option(help="Tokens in a row.", min=1, metavar="N")] = None,  # noqa: UP045
+    accumulation: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Micro-batches in an optimizer step.", min=1, metavar="N"),
+    ] = None,
+    checkpointing: Annotated[
+        Optional[bool],  # noqa: UP045
+        typer.Option(help="Whether activations are checkpointed (computed again in the backward)."),
+    ] = None,
+    link_gb_s: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            help="Link between host and GPU, 1e9 bytes/s each way. PCIe 4.0 x16 reaches about 25.", metavar="X"
+        ),
+    ] = None,
+    host_bw_gb_s: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Bandwidth of host memory, 1e9 bytes/s.", metavar="X"),
+    ] = None,
+    tflops: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="What the GPU reaches in training, 1e12 operations/s.", metavar="X"),
+    ] = None,
+    gpu_gb: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="GPU memory, 1e9 bytes. Default: the first GPU's here.", metavar="X"),
+    ] = None,
+    host_gb: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Host memory, 1e9 bytes. Default: what is available here.", metavar="X"),
+    ] = None,
+    as_json: JsonOut = False,
+    debug: Debug = False,
+) -> None:
+    """Say what a model needs: memory on GPU and host, link traffic, and what can hide behind the GPU's work.
+
+    The model comes from --params, from --model or from a recipe. For example:
+
+    hf-offload plan --params 7e9 --link-gb-s 16 --gpu-gb 80
+
+    hf-offload plan qwen2.5_7b_sft --batch 4
+    """
+    from hf_offload import planning
+
+    asked = planning.Asked(
+        recipe=recipe,
+        overrides=tuple(overrides or ()),
+        params=params,
+        model=model,
+        trainable=trainable,
+        weight_bytes=weight_bytes,
+        batch=batch,
+        seq_len=seq_len,
+        accumulation=accumulation,
+        checkpointing=checkpointing,
+        link_gb_s=link_gb_s,
+        host_bw_gb_s=host_bw_gb_s,
+        tflops=tflops,
+        gpu_gb=gpu_gb,
+        host_gb=host_gb,
+    )
+    answer = planning.answer(asked)
+    if as_json:
+        typer.echo(json.dumps(planning.as_json(answer), indent=2))
+        return
+    from hf_offload import report
+
+    report.print_plan(_console(), answer.plan, answer.source, answer.assumed, answer.notes)
+
+
+@recipes_app.command("list")
+@_guarded
+def list_recipes(debug: Debug = False) -> None:
+    """List the recipes that ship with hf-offload."""
+    from hf_offload import recipe, report
+
+    titles = {}
+    for name, path in recipe.shipped().items():
+        first = path.read_text(encoding="utf-8").splitlines()[0]
+        titles[name] = first.lstrip("# ").rstrip()
+    report.print_recipes(_console(), titles)
+
+
+@recipes_app.command("show")
+@_guarded
+def show_recipe(name: Annotated[str, RecipeArgument], debug: Debug = False) -> None:
+    """Print a recipe."""
+    from hf_offload import recipe
+
+    typer.echo(recipe.find(name).read_text(encoding="utf-8").rstrip())
+
+
+@recipes_app.command("copy")
+@_guarded
+def copy_recipe(
+    name: Annotated[str, RecipeArgument],
+    destination: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Argument(metavar="DEST", help="A file or a folder. Default: NAME.yaml here."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Copy a recipe, with the data it uses, to change it."""
+    from hf_offload import recipe
+
+    for path in recipe.copy(name, destination, force=force):
+        typer.echo(f"Wrote {path}")
+
+
+@app.command()
+@_guarded
+def env(as_json: JsonOut = False, debug: Debug = False) -> None:
+    """Print versions, GPU, memory, cores and settings of this machine: for a bug report."""
+    from hf_offload import environment, report
+
+    facts = environment.facts()
+    typer.echo(json.dumps(facts, indent=2) if as_json else "\n".join(report.environment_lines(facts)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""How the flag becomes known: `import hf_offload`, torch's entry point, half-initialised modules, the opt-out."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hf_offload import autoload
+
+ASK = "from transformers import TrainingArguments; print(TrainingArguments('x', optim='offload_adam').optim.value)"
+
+
+def test_import_hf_offload_is_enough_and_imports_nothing_heavy(python: Any) -> None:
+    code = """
+import sys
+import hf_offload
+heavy = {"torch", "transformers", "accelerate", "numba", "numpy", "yaml", "typer"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    assert "offload_adam" in python(code=code + ASK).stdout
+
+
+def test_transformers_first_is_as_good(python: Any) -> None:
+    assert "offload_adam" in python(code=f"import transformers.trainer, hf_offload; {ASK}").stdout
+
+
+def test_the_opt_out_leaves_only_what_is_asked_for_by_name(python: Any) -> None:
+    code = f"""
+import hf_offload, transformers.trainer
+try:
+    {ASK}
+except ValueError as error:
+    assert "offload_adam is not a valid OptimizerNames" in str(error)
+else:
+    raise SystemExit("the opt-out has no effect")
+from hf_offload import compat
+compat.register()
+{ASK}
+"""
+    assert "offload_adam" in python(code=code, env={autoload.SWITCH: "0"}).stdout
+
+
+# What torch does at the end of `import torch`, for an installed distribution. The test below needs that installation;
+# this one runs the entry point at the same moment by hand, in a script that never imports hf_offload itself.
+ENTRY_POINT = """
+import sys, importlib.metadata as metadata
+real = metadata.entry_points
+class Point:
+    name = "hf_offload"
+    def load(self):
+        from hf_offload.autoload import install
+        def call():
+            global seen
+            module = sys.modules.get("transformers.training_args")
+            seen = None if module is None else hasattr(module, "OptimizerNames")
+            install()
+        return call
+metadata.entry_points = lambda **which: [Point()] if which.get("group") == "torch.backends" else real(**which)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "seen"),
+    [
+        ("import torch", "None"),  # before transformers
+        ("from transformers.training_args import OptimizerNames", "False"),  # in the middle of that very module
+        ("from transformers import HfArgumentParser, TrainingArguments", "None|False"),
+    ],
+)
+def test_the_entry_point_works_at_whatever_moment_torch_is_imported(python: Any, first: str, seen: str) -> None:
+    done = python(code=f"{ENTRY_POINT}{first}\n{ASK}\nprint('seen', seen)")
+    assert "offload_adam" in done.stdout
+    assert done.stdout.split("seen ")[1].strip() in seen.split("|")
+
+
+def test_the_entry_point_alone_imports_nothing_heavy(python: Any) -> None:
+    code = f"{ENTRY_POINT}import torch\nprint([m for m in ('transformers', 'accelerate', 'numba') if m in sys.modules])"
+    assert python(code=code).stdout.strip() == "[]"
+
+
+def test_the_installed_distribution_has_the_entry_point(python: Any) -> None:
+    points = [p for p in importlib.metadata.entry_points(group="torch.backends") if p.name == "hf_offload"]
+    if not points:
+        pytest.skip("the distribution hf-offload is not installed here (pip install -e .)")
+    assert points[0].value == "hf_offload.autoload:install"
+    assert "offload_adam" in python(code=ASK).stdout
+    assert "not a valid" in python(code=ASK, env={autoload.SWITCH: "0"}, fails=True).stderr
+
+
+# ---------------------------------------------------------------- the mechanism, on modules of our own
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes a module, watches it, and gives the list of what the action saw."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made: list[str] = []
+
+    def make(name: str, body: str) -> str:
+        (tmp_path / f"{name}.py").write_text(body)
+        importlib.invalidate_caches()
+        made.append(name)
+        return name
+
+    yield make
+    for name in made:
+        sys.modules.pop(name, None)
+        autoload._watched.pop(name, None)
+
+
+def test_the_action_comes_once_when_the_import_has_ended(package: Any) -> None:
+    seen: list[Any] = []
+    name = package("watched_a", "early = 1\nlate = 2\n")
+
+    def action(module: ModuleType) -> None:
+        seen.append(module.late)
+
+    autoload.watch([name], action)
+    autoload.watch([name], action)
+    assert seen == []
+    importlib.import_module(name)
+    importlib.import_module(name)
+    autoload.watch([name], action)
+    assert seen == [2]
+
+
+def test_a_loaded_module_is_acted_on_at_once(package: Any) -> None:
+    seen: list[str] = []
+    name = package("watched_b", "x = 1\n")
+    importlib.import_module(name)
+    autoload.watch([name], lambda module: seen.append(module.__name__))
+    assert seen == [name]
+
+
+def test_a_half_initialised_module_is_waited_for(package: Any) -> None:
+    """As transformers does it: the body imports torch, whose last act is to call us."""
+    body = "hook()\nlate = 2\n"
+    seen: list[Any] = []
+    name = package("watched_c", body)
+
+    def action(module: ModuleType) -> None:
+        seen.append(module.late)
+
+    def hook() -> None:
+        assert not hasattr(sys.modules[name], "late")
+        autoload.watch([name], action)
+        assert seen == []
+
+    import builtins
+
+    builtins.hook = hook  # type: ignore[attr-defined]
+    try:
+        importlib.import_module(name)
+    finally:
+        del builtins.hook  # type: ignore[attr-defined]
+    assert seen == [2]
+
+
+def test_a_failed_import_is_not_acted_on_and_a_second_try_is(package: Any, tmp_path: Path) -> None:
+    seen: list[int] = []
+    name = package("watched_d", "raise ValueError('at first')\n")
+    autoload.watch([name], lambda module: seen.append(module.x))
+    with pytest.raises(ValueError, match="at first"):
+        importlib.import_module(name)
+    assert seen == []
+    (tmp_path / f"{name}.py").write_text("x = 5  # long enough to be another size\n")
+    importlib.invalidate_caches()
+    importlib.import_module(name)
+    assert seen == [5]
+
+
+def test_an_action_that_fails_is_a_warning(package: Any, caplog: pytest.LogCaptureFixture) -> None:
+    name = package("watched_e", "x = 1\n")
+
+    def action(module: ModuleType) -> None:
+        raise KeyError("gone")
+
+    autoload.watch([name], action)
+    with caplog.at_level(logging.WARNING, logger="hf_offload"):
+        assert importlib.import_module(name).x == 1
+    assert "watched_e" in caplog.text and "gone" in caplog.text
+
+
+def test_a_watched_module_looks_as_ever(package: Any) -> None:
+    name = package("watched_f", "def f():\n    return 1\n")
+    autoload.watch([name], lambda module: None)
+    module = importlib.import_module(name)
+    spec = module.__spec__
+    assert spec is not None and spec.name == name and spec.origin == module.__file__ and module.f() == 1
+    assert type(module) is ModuleType and importlib.reload(module) is module
+
+
+def test_install_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(autoload, "watch", broken)
+    autoload.install()
+    assert "compat.register()" in caplog.text

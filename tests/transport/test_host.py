@@ -1,0 +1,105 @@
+"""What only the host transport can, and has to mind: an emulated link, and threads of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from support.transport import LONG, exit_code, ours, segment
+
+from hf_offload.errors import TransportError
+from hf_offload.transport import HostTransport, Segment
+
+
+@pytest.mark.parametrize("direction", ["d2h", "h2d"])
+def test_the_emulated_link_is_never_faster_than_asked_for(direction: str) -> None:
+    nbytes, memory = 50_000, torch.zeros(50_000, dtype=torch.uint8)
+    transport = HostTransport(2, nbytes, link_gb_s=0.005, link_latency_us=2000.0)  # 10 ms + 2 ms
+    copy = transport.to_host if direction == "d2h" else transport.to_device
+    events = [copy([segment(memory, 0)], i, None) for i in range(2)]
+    for event in events:
+        event.wait(LONG)
+        first, last = event.span()
+        assert last - first >= nbytes / 0.005e9 + 2e-3
+    assert events[1].span()[0] >= events[0].span()[1], "one link: copies of a direction share its speed"
+    transport.close()
+
+
+def test_the_latency_is_paid_by_empty_copies_too() -> None:
+    transport = HostTransport(1, 64, link_latency_us=5000.0)
+    event = transport.to_host([], 0, None)
+    event.wait(LONG)
+    first, last = event.span()
+    assert last - first >= 5e-3
+    transport.close()
+
+
+def test_delays_are_asked_for_each_copy_and_do_not_count_as_busy() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def delay(direction: str, nbytes: int) -> float:
+        asked.append((direction, nbytes))
+        return 0.0
+
+    memory = torch.zeros(10, dtype=torch.uint8)
+    transport = HostTransport(1, 64, delay=delay)
+    transport.to_host([segment(memory, 0)], 0, None).wait(LONG)
+    transport.to_device([segment(memory, 0, nbytes=3), segment(memory, 3, nbytes=4)], 0, None).wait(LONG)
+    assert asked == [("d2h", 10), ("h2d", 7)]
+    transport.close()
+
+
+def test_the_collector_may_find_it_on_one_of_its_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread cannot join itself."""
+    complaints: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+    before, held = ours(), {}
+
+    def delay(direction: str, nbytes: int) -> float:
+        held.clear()
+        return 0.0
+
+    held["transport"] = HostTransport(1, 64, delay=delay)
+    event = held["transport"].to_host([], 0, None)
+    event.wait(LONG)
+    deadline = time.monotonic() + LONG
+    while ours() - before and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert ours() == before
+    assert not complaints
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_forked_in_the_middle_of_a_submit_can_close() -> None:
+    """Its copy of the lock is held by a thread that does not exist there."""
+    transport = HostTransport(1, 64)
+    with transport._lanes[0]._submitting:
+        child = os.fork()
+        if child == 0:
+            transport.close()
+            os._exit(0)
+    assert exit_code(child) == 0
+    transport.close()
+
+
+def test_a_copy_that_fails_half_way_lets_go_of_its_owners() -> None:
+    """The error's traceback has the frames that hold them."""
+    memory, owner = torch.zeros(8, dtype=torch.uint8), Owner()
+    alive = weakref.ref(owner)
+    transport = HostTransport(1, 64)
+    bad: Any = object()
+    event = transport.to_host([segment(memory, 0, nbytes=4, owner=owner), Segment(bad, 4, 4, owner)], 0, None)
+    del owner
+    with pytest.raises(TransportError, match="argument"):
+        event.wait(LONG)
+    assert alive() is None
+    transport.close()
+
+
+class Owner:
+    """Stands for the object that keeps device memory alive."""
