@@ -63,7 +63,8 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except KeyboardInterrupt:
-            _complain("Interrupted. Checkpoints saved before are complete.", style="yellow")
+            saved = " Checkpoints saved before are complete." if command.__name__ == "train" else ""
+            _complain(f"Interrupted.{saved}", style="yellow")
             raise typer.Exit(INTERRUPTED) from None
         except (OffloadError, OSError) as error:
             if kwargs.get("debug"):

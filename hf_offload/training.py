@@ -37,7 +37,7 @@ def arguments(spec: Recipe) -> TrainingArguments:
     """
     import torch
 
-    no_gpu = not torch.cuda.is_available()
+    no_gpu = spec.training.get("use_cpu", not torch.cuda.is_available()) is True
     return recipe.training_arguments(
         spec,
         output_dir=str(Path("outputs") / (Path(spec.source).stem or "train")),

@@ -151,6 +151,7 @@ def kept_bytes(model, batch: int, seq_len: int) -> int:  # type: ignore[no-untyp
     return sum(storage.nbytes() for storage in kept.values())
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning")  # the method's new name is not in 5.8
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activation_formula_against_what_autograd_keeps(small_llama, checkpointing: bool) -> None:  # type: ignore[no-untyped-def]
     work = Workload(batch=2, seq_len=128)

@@ -65,6 +65,19 @@ def test_help_and_plans_import_nothing_heavy(arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_shell_completes_recipe_names() -> None:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "_HF_OFFLOAD_COMPLETE": "complete_bash",
+        "COMP_WORDS": "hf-offload train qu",
+        "COMP_CWORD": "2",
+    }
+    code = "import sys; sys.argv = ['hf-offload']; from hf_offload import cli; cli.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout.split() == ["quickstart"], done.stderr
+
+
 # ------------------------------------------------------------------------------------------------ plan
 
 

@@ -22,7 +22,8 @@ model:
      num_attention_heads: 2, num_key_value_heads: 1}
 tokenizer: {kind: byte_level}
 data: {kind: pydoc_topics, block_size: 32, eval_fraction: 0.002}
-training: {max_steps: 6, per_device_train_batch_size: 2, bf16: true, logging_steps: 1, save_strategy: "no"}
+training:
+  {max_steps: 6, per_device_train_batch_size: 2, bf16: true, use_cpu: true, logging_steps: 1, save_strategy: "no"}
 offload: {schedule: overlapped, bucket_bytes: 16384, ring_slots: 2}
 """
 PHASES = ("compute", "d2h", "host_step", "h2d", "wait")
@@ -70,6 +71,16 @@ def test_the_summary_is_measured_and_is_the_design_arithmetic(tiny: Path, tmp_pa
     assert {"torch", "transformers", "numba", "python"} <= set(figures["versions"])
     assert figures["hardware"]["usable_cores"] >= 1
     assert set(threading.enumerate()) <= threads, "the optimizer's threads have ended"
+
+
+def test_bf16_on_a_cpu_needs_no_setting(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from hf_offload import recipe, training
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    args = training.arguments(recipe.load(str(tiny), ["training.use_cpu=null"]))
+    assert (args.bf16, args.use_cpu, args.dataloader_pin_memory) == (True, True, False)
 
 
 def test_the_link_carries_the_same_whatever_the_batch(tiny: Path, tmp_path: Path) -> None:
