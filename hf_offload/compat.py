@@ -19,7 +19,7 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_offload import autoload, optim_args
+from hf_offload.checks import clip_target, refuse_unsupported
 from hf_offload.config import OffloadConfig
-from hf_offload.errors import ConfigError, OffloadError, StateError, UnsupportedError, explain
+from hf_offload.errors import ConfigError, OffloadError, UnsupportedError, explain
 
 if TYPE_CHECKING:
     from hf_offload.optimizer import OffloadAdam
@@ -93,12 +94,16 @@ def _fit(actions: dict[str, Callable[[Any], None]], module: ModuleType) -> None:
 
 def _moved(what: str, cause: str) -> str:
     library = what.partition(".")[0]
-    try:
-        version = importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        version = "?"
+    version = _version(library)
     remedy = f"Install a newer hf-offload, or an older {library} (pip install '{library}<{version}')"
     return explain(library, version, f"hf_offload extends {what}, and it is not as expected: {cause}", remedy)
+
+
+def _version(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return "?"
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Method], Method]) -> None:
@@ -185,7 +190,9 @@ def asked(args: Any) -> bool:
 
 def _adapt_trainer(module: Any) -> None:
     if getattr(module, "_OPTIMIZER_HANDLERS", None) is None:
-        raise UnsupportedError(_moved("transformers.trainer_optimizer", "it came with transformers 5.8"))
+        cause = "it has no registry of optimizers yet (transformers.trainer_optimizer came with 5.8)"
+        remedy = "Upgrade it: pip install -U 'transformers>=5.8'"
+        raise UnsupportedError(explain("transformers", _version("transformers"), cause, remedy))
     _wrap(module.Trainer, "create_accelerator_and_postprocess", _checks_settings)
     _wrap(module.Trainer, "_move_model_to_device", _casts_before_the_move)
     _wrap(module.Trainer, "get_optimizer_cls_and_kwargs", _parses_optim_args)
@@ -276,7 +283,30 @@ def _is_foreign(callback: Any, event: str) -> bool:
     return module.partition(".")[0] not in ("transformers", "hf_offload")
 
 
-# --------------------------------------------------------------------------------------------- Accelerator
+# -------------------------------------------------------------------------------------------- Accelerator
+
+
+def offload_of(optimizer: Any) -> OffloadAdam | None:
+    """The OffloadAdam inside accelerate's wrappers, or None."""
+    module = sys.modules.get("hf_offload.optimizer")
+    kind = getattr(module, "OffloadAdam", None)
+    if kind is None:
+        return None
+    while isinstance(optimizer, torch.optim.Optimizer):
+        if isinstance(optimizer, kind):
+            return optimizer
+        optimizer = vars(optimizer).get("optimizer")
+    return None
+
+
+def offloaded(accelerator: Any) -> list[OffloadAdam]:
+    """The OffloadAdams that were passed to `accelerator.prepare`."""
+    return [ours for optimizer in accelerator._optimizers if (ours := offload_of(optimizer)) is not None]
+
+
+def prepared_models(accelerator: Any) -> list[nn.Module]:
+    """The models that were passed to `accelerator.prepare`."""
+    return list(accelerator._models)
 
 
 def _adapt_accelerator(module: Any) -> None:
@@ -311,122 +341,29 @@ def _prepares_optimizer(original: Method) -> Method:
 
 def _clips_norm(original: Method) -> Method:
     def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        ours = _offloaded(self._optimizers)
+        ours = offloaded(self)
         if not ours:
             return original(self, parameters, max_norm, norm_type)
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        optimizer = _owner(ours, parameters)
+        optimizer = clip_target(ours, parameters, norm_type)
         if optimizer is None:
             return original(self, parameters, max_norm, norm_type)
-        if float(norm_type) != 2.0:
-            cause = "hf_offload folds the factor of the L2 norm into the step, and knows no other norm"
-            raise UnsupportedError(explain("norm_type", norm_type, cause, "Leave norm_type out"))
         if isinstance(self.scaler, OffloadGradScaler):
-            self.scaler.unscale_once(optimizer)
+            self.scaler.unscale_(optimizer)  # once between two updates, as torch demands
         return optimizer.clip_grad_norm_(max_norm)
 
     return clip_grad_norm_
 
 
-def _owner(ours: list[OffloadAdam], parameters: list[Tensor]) -> OffloadAdam | None:
-    """The optimizer whose gradients are exactly those of `parameters`; None where none of them is an offloaded one.
-
-    Raises:
-        UnsupportedError: a subset of an optimizer's parameters, or more than its parameters.
-    """
-    given = {id(p) for p in parameters if p.grad is not None}
-    owned = [{id(p) for p in _parameters(o) if p.grad is not None} for o in ours]
-    touched = [i for i, ids in enumerate(owned) if ids & given]
-    if not touched:
-        # No gradients at all: the norm of nothing, which the optimizer knows how to say.
-        return ours[0] if not given and len(ours) == 1 else None
-    if len(touched) == 1 and owned[touched[0]] == given:
-        return ours[touched[0]]
-    left = sum(len(owned[i] - given) for i in touched)
-    more = len(given - set().union(*owned))
-    parts = [
-        f"{left} parameters of the optimizer have gradients but are left out" if left else "",
-        f"{more} parameters with gradients belong to no OffloadAdam" if more else "",
-        f"the parameters belong to {len(touched)} optimizers" if len(touched) > 1 else "",
-    ]
-    cause = "the clip factor is folded into the step of the whole optimizer, and " + ", ".join(filter(None, parts))
-    remedy = "Pass all parameters of the optimizer and no others (model.parameters()), once per optimizer"
-    raise UnsupportedError(explain("clip_grad_norm_ parameters", f"{len(parameters)} tensors", cause, remedy))
-
-
 def _clips_value(original: Method) -> Method:
     def clip_grad_value_(self: Any, parameters: Any, clip_value: float) -> Any:
-        if _offloaded(self._optimizers) and self.scaler is not None:
+        if offloaded(self) and self.scaler is not None:
             cause = "under fp16 loss scaling hf_offload unscales inside the step, so .grad still holds scaled values"
             remedy = "Clip by norm (accelerator.clip_grad_norm_), or train in bf16"
             raise UnsupportedError(explain("clip_value", clip_value, cause, remedy))
         return original(self, parameters, clip_value)
 
     return clip_grad_value_
-
-
-def refuse_unsupported(accelerator: Any, args: Any = None) -> None:
-    """Refuse what shards or replicates parameters in ways the host-resident state cannot follow.
-
-    Raises:
-        UnsupportedError: DeepSpeed, FSDP (1 and 2), Megatron-LM, XLA or torch.nn.DataParallel.
-    """
-    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    state = accelerator.state
-    n_gpu = 0 if args is None else args.n_gpu
-    if kind == "DEEPSPEED" or getattr(state, "deepspeed_plugin", None) is not None or getattr(args, "deepspeed", None):
-        value = getattr(args, "deepspeed", None) or kind
-        cause = "DeepSpeed brings its own optimizer and its own offload"
-        remedy = "Leave DeepSpeed out (hf_offload needs no engine), or choose another optim"
-        raise UnsupportedError(explain("deepspeed", value, cause, remedy))
-    if kind == "FSDP" or getattr(state, "fsdp_plugin", None) is not None or getattr(args, "fsdp", None):
-        version = getattr(getattr(state, "fsdp_plugin", None), "fsdp_version", 1)
-        cause = f"FSDP{version} replaces the parameters by shards, which hf_offload does not support yet"
-        remedy = "Launch with plain DDP (torchrun or accelerate launch without FSDP), or choose another optim"
-        raise UnsupportedError(explain("fsdp", getattr(args, "fsdp", None) or f"FSDP{version}", cause, remedy))
-    if kind in ("MEGATRON_LM", "XLA"):
-        cause = "hf_offload runs on one device per process, alone or under DDP"
-        raise UnsupportedError(explain("distributed_type", kind, cause, "Use DDP, or choose another optim"))
-    if n_gpu > 1:
-        cause = "with several GPUs in one process Trainer uses torch.nn.DataParallel, which copies the model each step"
-        remedy = "Set CUDA_VISIBLE_DEVICES to one GPU, or launch one process per GPU (torchrun, accelerate launch)"
-        raise UnsupportedError(explain("n_gpu", n_gpu, cause, remedy))
-
-
-def take_over(old: torch.optim.Optimizer, config: OffloadConfig) -> OffloadAdam:
-    """An OffloadAdam in place of a user's `torch.optim.Adam` or `AdamW`, whose groups it shares.
-
-    A scheduler that was built on `old` goes on driving the learning rates: both have the same `param_groups` list.
-
-    Raises:
-        UnsupportedError: `old` is something else (a subclass may step differently).
-    """
-    from hf_offload.optimizer import OffloadAdam
-
-    if type(old) not in (torch.optim.Adam, torch.optim.AdamW):
-        cause = "hf_offload can stand in for torch.optim.Adam and torch.optim.AdamW only"
-        remedy = "Pass one of these, or an OffloadAdam; or use accelerate's own Accelerator for this optimizer"
-        raise UnsupportedError(explain("optimizer", type(old).__qualname__, cause, remedy))
-    d = old.defaults
-    new = OffloadAdam(
-        old.param_groups,
-        **{name: d[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")},
-        decoupled_weight_decay=d.get("decoupled_weight_decay", type(old) is torch.optim.AdamW),
-        config=config,
-    )
-    if old.state:
-        new.load_state_dict(old.state_dict())
-        old.state.clear()
-    old.param_groups = new.param_groups
-    old._opt_called = True  # type: ignore[attr-defined]  # else its scheduler warns that nothing was stepped
-
-    def step(closure: Any = None) -> None:
-        cause = "accelerator.prepare() put an OffloadAdam in its place"
-        raise StateError(explain("optimizer", type(old).__name__, cause, "Call step() on what prepare() returned"))
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    old.step = step  # type: ignore[method-assign, assignment]
-    return new
 
 
 # -------------------------------------------------------------------------------------------- loss scaling
@@ -445,12 +382,6 @@ class OffloadGradScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, *args, **kwargs)
         found_inf = ours.unscale_(inv_scale)
         return {found_inf.device: found_inf}
-
-    def unscale_once(self, optimizer: Any) -> None:
-        """`unscale_`, unless that has been done since the last `update()`."""
-        ready = self._enabled and self._scale is not None
-        if ready and self._per_optimizer_states[id(optimizer)]["stage"].name == "READY":
-            self.unscale_(optimizer)
 
     def forget_step(self) -> None:
         """Back to the start of an iteration, after an error in the middle of one."""
@@ -525,19 +456,6 @@ def _keeper(model: nn.Module) -> Callable[[str], bool]:
 # ------------------------------------------------------------------------------------------ readers of weights
 
 
-def offload_of(optimizer: Any) -> OffloadAdam | None:
-    """The OffloadAdam inside accelerate's wrappers, or None."""
-    module = sys.modules.get("hf_offload.optimizer")
-    kind = getattr(module, "OffloadAdam", None)
-    if kind is None:
-        return None
-    while isinstance(optimizer, torch.optim.Optimizer):
-        if isinstance(optimizer, kind):
-            return optimizer
-        optimizer = vars(optimizer).get("optimizer")
-    return None
-
-
 def synchronize_all() -> None:
     """Wait until the weights of every offloaded optimizer in use are those of its last step."""
     for optimizer in list(_live):
@@ -559,15 +477,6 @@ def _waits_for_weights(original: Method) -> Method:
         return original(*args, **kwargs)
 
     return reader
-
-
-def _offloaded(optimizers: Iterable[Any]) -> list[OffloadAdam]:
-    return [ours for optimizer in optimizers if (ours := offload_of(optimizer)) is not None]
-
-
-def _parameters(optimizer: OffloadAdam) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 _WHEN_IMPORTED: dict[str, Callable[[Any], None]] = {

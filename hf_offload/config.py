@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -92,6 +93,13 @@ class OffloadConfig:
         """
         known = {f.name: str(f.type) for f in dataclasses.fields(cls)}
         return cls(**{name: _from_text(name, text, known.get(name, "str")) for name, text in given.items()})
+
+
+# What help() and editors show: the fields, not the **given of __new__.
+_init = inspect.signature(OffloadConfig.__init__)
+OffloadConfig.__signature__ = _init.replace(  # type: ignore[attr-defined]
+    parameters=[p for name, p in _init.parameters.items() if name != "self"]
+)
 
 
 def _from_text(name: str, text: str, kind: str) -> Any:

@@ -146,6 +146,7 @@ class OffloadAdam(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `torch.optim.AdamW`; tensors are copied and stay fp32 on the host.
+        A pending clip is dropped.
 
         A missing `master` is taken from the weight; one that does not round to the weight follows the weight, at the
         next step, with a warning. A parameter without state starts anew.
@@ -156,7 +157,6 @@ class OffloadAdam(torch.optim.Optimizer):
         """
         self.engine.wait_all()
         load(self, state_dict)
-        self._pending.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadAdam:
         raise UnsupportedError(_no_copy("copy.deepcopy"))

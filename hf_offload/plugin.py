@@ -10,8 +10,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from hf_offload import compat
+from hf_offload.checks import refuse_unsupported
 from hf_offload.config import OffloadConfig
-from hf_offload.errors import ConfigError, StateError, explain
+from hf_offload.errors import ConfigError, StateError, UnsupportedError, explain
 from hf_offload.optimizer import OffloadAdam
 
 compat.register()
@@ -53,7 +54,7 @@ class OffloadAccelerator(Accelerator):
             raise ConfigError(explain("offload_plugin", offload_plugin, "not an OffloadPlugin", remedy))
         compat.register()
         super().__init__(*args, **kwargs)
-        compat.refuse_unsupported(self)
+        refuse_unsupported(self)
         self.offload_plugin = offload_plugin or OffloadPlugin()
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -66,12 +67,13 @@ class OffloadAccelerator(Accelerator):
         for arg in swapped:
             optimizer = compat.offload_of(arg)
             if optimizer is not None:
-                self._attach(optimizer, [*models, *self._models])
+                self._attach(optimizer, [*models, *compat.prepared_models(self)])
         return super().prepare(*swapped, device_placement=device_placement)
 
     def synchronize(self) -> None:
         """Wait until the weights of every prepared model are those of the last step."""
-        compat.synchronize_all()
+        for optimizer in compat.offloaded(self):
+            optimizer.synchronize()
 
     def wait_for_everyone(self) -> None:
         """As accelerate's: the place after which scripts read and save weights."""
@@ -85,7 +87,7 @@ class OffloadAccelerator(Accelerator):
 
     @staticmethod
     def _offloaded(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> torch.optim.Optimizer:
-        return optimizer if compat.offload_of(optimizer) is not None else compat.take_over(optimizer, config)
+        return optimizer if compat.offload_of(optimizer) is not None else take_over(optimizer, config)
 
     @staticmethod
     def _attach(optimizer: OffloadAdam, models: list[nn.Module]) -> None:
@@ -97,3 +99,37 @@ class OffloadAccelerator(Accelerator):
             cause = "none of the models passed to prepare() has the optimizer's parameters"
             remedy = "Build the optimizer from the parameters of the model that you prepare"
             raise StateError(explain("optimizer", type(optimizer).__name__, cause, remedy))
+
+
+def take_over(old: torch.optim.Optimizer, config: OffloadConfig) -> OffloadAdam:
+    """An OffloadAdam in place of a user's `torch.optim.Adam` or `AdamW`, whose groups it shares.
+
+    A scheduler that was built on `old` goes on driving the learning rates: both have the same `param_groups` list.
+
+    Raises:
+        UnsupportedError: `old` is something else (a subclass may step differently).
+    """
+    if type(old) not in (torch.optim.Adam, torch.optim.AdamW):
+        cause = "hf_offload can stand in for torch.optim.Adam and torch.optim.AdamW only"
+        remedy = "Pass one of these, or an OffloadAdam; or use accelerate's own Accelerator for this optimizer"
+        raise UnsupportedError(explain("optimizer", type(old).__qualname__, cause, remedy))
+    d = old.defaults
+    new = OffloadAdam(
+        old.param_groups,
+        **{name: d[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")},
+        decoupled_weight_decay=d.get("decoupled_weight_decay", type(old) is torch.optim.AdamW),
+        config=config,
+    )
+    if old.state:
+        new.load_state_dict(old.state_dict())
+        old.state.clear()
+    old.param_groups = new.param_groups
+    old._opt_called = True  # type: ignore[attr-defined]  # else its scheduler warns that nothing was stepped
+
+    def step(closure: Any = None) -> None:
+        cause = "accelerator.prepare() put an OffloadAdam in its place"
+        raise StateError(explain("optimizer", type(old).__name__, cause, "Call step() on what prepare() returned"))
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    old.step = step  # type: ignore[method-assign, assignment]
+    return new

@@ -43,7 +43,9 @@ def load(optimizer: OffloadAdam, state_dict: Any) -> None:
         given = given if changed is None else changed
     fits = _checked(optimizer, given)
     engine = optimizer.engine
-    stepped_before = {p for p in optimizer._parameters() if engine.is_bound(p)}
+    for arena in engine.arenas:
+        arena.check_unchanged(range(len(arena.params)))
+    bound_before = {p for p in optimizer._parameters() if engine.is_bound(p)}
     if fits.entries:
         engine.bind_trainable()
         engine.bind(fits.entries)
@@ -52,14 +54,15 @@ def load(optimizer: OffloadAdam, state_dict: Any) -> None:
         params = group["params"]
         group.clear()
         group.update(new, params=params)
-    _fill(optimizer, fits.entries, stepped_before)
+    _fill(optimizer, fits.entries, bound_before)
     optimizer._fill_state()
+    optimizer._pending.clear()
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
 
 @torch.no_grad()
-def _fill(optimizer: OffloadAdam, entries: Mapping[Tensor, Mapping[str, Any]], stepped_before: set[Tensor]) -> None:
+def _fill(optimizer: OffloadAdam, entries: Mapping[Tensor, Mapping[str, Any]], bound_before: set[Tensor]) -> None:
     """Copy checked entries into the host state; a parameter without an entry starts anew."""
     engine = optimizer.engine
     bound = {p: engine.state_views(p) for p in optimizer._parameters() if engine.is_bound(p)}
@@ -68,7 +71,7 @@ def _fill(optimizer: OffloadAdam, entries: Mapping[Tensor, Mapping[str, Any]], s
         entry = sources.get(p, {})
         if "master" in entry:
             views["master"].copy_(entry["master"])
-        elif p in stepped_before:  # else seeding has just set it, perhaps from fp32 values that waited for this
+        elif p in bound_before:  # else seeding has just set it, perhaps from fp32 values that waited for this
             views["master"].copy_(p)
         for name in MOMENTS:
             if entry:

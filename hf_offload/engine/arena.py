@@ -72,13 +72,14 @@ class Arena:
         """Refuse parameters whose elements are no longer those the state was made for.
 
         Raises:
-            StateError: the dtype, the shape or the order of elements in memory changed.
+            StateError: the dtype, the device, the shape or the order of elements in memory changed.
         """
         for i in indices:
             p, wire, layout = self.params[i], self.specs[i].wire, self._layouts[i]
             if WIRE.get(p.dtype) != wire or layout_of(p) != layout:
+                was = f"a parameter of shape {layout[1]}, {wire} on {layout[0]}"
                 raise StateError(
-                    explain(f"a parameter of shape {layout[0]}, {wire}", f"{tuple(p.shape)} {p.dtype} {p.stride()}",
-                            "its dtype, shape or memory format changed after its state was made",
-                            "Convert or resize the model before the first training step, or make a new optimizer")
+                    explain(was, f"{tuple(p.shape)}, strides {p.stride()}, {p.dtype} on {p.device}",
+                            "its dtype, device, shape or memory format changed after its state was made",
+                            "Convert, move or resize the model before the first training step, or make a new optimizer")
                 )  # fmt: skip

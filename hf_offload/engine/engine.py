@@ -101,8 +101,9 @@ class Engine:
             )  # fmt: skip
         root = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         hooked = self._model() if self._model is not None else None
-        if hooked is not None and any(m is hooked for m in root.modules()):
-            return  # the same model again, or a wrapper around it: its hooks fire all the same
+        known = self.gates.unit_of if self.gates is not None else {}
+        if any(m is hooked for m in root.modules()) and all(id(p) in known for p in root.parameters()):
+            return  # the same model again, or a mere wrapper around it: its hooks fire all the same
         for name, m in root.named_modules():
             if getattr(m, "sparse", False) and isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
                 raise UnsupportedError(
@@ -201,6 +202,8 @@ class Engine:
         if self.gates is not None:
             self.gates.end_of_step(params)
         torch.autograd.graph.increment_version(params)
+        for work in works:
+            work.note_weights()
         self.watch.note(params)
         nbytes = sum(g.value.numel() * g.value.element_size() for g in grads)
         self._peak_gradient_bytes = max(self._peak_gradient_bytes, nbytes)
@@ -400,7 +403,7 @@ def _arena_work(arena: Arena, entries: Sequence[tuple[int, Gradient]], rows: Coe
         weight_pointers[i] = g.param.data_ptr()
         table[i] = rows.row(g.group, int(arena.steps[i]) + 1)
     stepped = np.array([i for i, _ in entries])
-    return ArenaWork(arena, grads, weights, versions, grad_pointers, weight_pointers, table, stepped)
+    return ArenaWork(arena, grads, weights, versions, [], grad_pointers, weight_pointers, table, stepped)
 
 
 def _threads(asked: int | None) -> int:

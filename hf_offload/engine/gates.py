@@ -99,10 +99,10 @@ class Gates:
         return needs
 
     def end_of_blocks(self) -> None:
-        """The last block has run, and the tail is awaited: that guards what is registered behind it."""
-        if torch.is_grad_enabled():
-            blocks = [n for n, guard in enumerate(self.units.guards) if guard.block == self.last_block]
-            self.fired.update(range(blocks[-1] + 1, len(self.units.guards)))
+        """The last block has run, and the tail is awaited: that guards the head, and nothing else for certain, since
+        other weights of the tail may be read before the blocks."""
+        if self.units.head is not None and torch.is_grad_enabled():
+            self.fired.add(self.units.head)
 
     def end_of_step(self, with_gradients: Iterable[Tensor]) -> None:
         """At `step()`: the unit of a parameter that got a gradient though no guard of it ran is awaited at the root

@@ -26,11 +26,16 @@ class Placement:
 
     def __init__(self, config: OffloadConfig, params: Sequence[Tensor]) -> None:
         self._config = config
-        self.kind = self._check(params)
+        self.device = self._check(params)
         trainable = [p for p in params if p.requires_grad]
         check_apart(trainable)
         self._budget(trainable, {"pinned ring": self.ring_bytes}, 0)
-        self._transport: Transport | None = self._make()
+        self._transport: Transport | None = self._make(self.device)
+
+    @property
+    def kind(self) -> str:
+        """Type of the device: "cpu", "cuda"."""
+        return self.device.partition(":")[0]
 
     @property
     def ring_bytes(self) -> int:
@@ -58,25 +63,25 @@ class Placement:
 
         Raises as the class.
         """
-        kind = self._check(fresh)
-        if kind != self.kind:
-            if taken:
-                raise UnsupportedError(
-                    explain("device", kind, f"other parameters of this optimizer are on {self.kind}",
-                            "Keep all trainable parameters on one device")
-                )  # fmt: skip
-            self.close()
-            self.kind = kind
-            self._transport = self._make()
+        device = self._check(fresh)
+        if device != self.device and taken:
+            raise UnsupportedError(
+                explain("device", device, f"other parameters of this optimizer are on {self.device}",
+                        "Keep all trainable parameters on one device")
+            )  # fmt: skip
         self._budget(fresh, {}, taken + self.ring_bytes)
+        if device != self.device:
+            moved = self._make(device)
+            self.close()
+            self.device, self._transport = device, moved
 
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
         self._transport = None
 
-    def _make(self) -> Transport:
-        return make_transport(self._config, _facts(self.kind), self._slot_bytes)
+    def _make(self, device: str) -> Transport:
+        return make_transport(self._config, _facts(device), self._slot_bytes)
 
     def _check(self, params: Sequence[Tensor]) -> str:
         for i, p in enumerate(params):
@@ -87,9 +92,9 @@ class Placement:
                 explain("device", devices, "the parameters are spread over several devices",
                         "Put the model on one device (no device_map='auto', no model parallelism)")
             )  # fmt: skip
-        kind = params[0].device.type if params else "cpu"
-        transport_kind(self._config, _facts(kind))
-        return kind
+        device = devices[0] if devices else "cpu"
+        transport_kind(self._config, _facts(device))
+        return device
 
     def _budget(self, params: Sequence[Tensor], more: dict[str, int], taken: int) -> None:
         """Compare what is about to be allocated with what the machine has, and all that is ours with the cap."""
@@ -102,5 +107,5 @@ class Placement:
         check_host_budget({**need, "master": state - waiting_bytes(params)}, None)
 
 
-def _facts(kind: str) -> DeviceFacts:
-    return DeviceFacts(kind, torch.cuda.is_available(), torch.version.cuda)
+def _facts(device: str) -> DeviceFacts:
+    return DeviceFacts(device.partition(":")[0], torch.cuda.is_available(), torch.version.cuda)

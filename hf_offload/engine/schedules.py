@@ -82,6 +82,7 @@ class Stages:
 
     def h2d(self, work: BucketWork, slot: int, mark: object) -> Event:
         """Start the copy of a bucket's weights from up slot `slot` to the device."""
+        work.check_weights_unwritten()
         event = self.transport.to_device(work.weight_segments(), slot, mark)
         self._up_busy[slot] = event
         return event

@@ -66,10 +66,14 @@ def check_apart(params: Iterable[Tensor]) -> None:
             )  # fmt: skip
 
 
-def layout_of(p: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape, and strides where there is a choice: dense tensors with equal layouts have equal orders of elements."""
+Layout = tuple[torch.device, tuple[int, ...], tuple[int, ...]]
+
+
+def layout_of(p: Tensor) -> Layout:
+    """Device, shape, and strides where there is a choice: equal layouts of dense tensors are equal orders in memory."""
     contiguous = p.is_contiguous()
-    return tuple(p.shape), tuple(0 if contiguous or size == 1 else st for st, size in zip(p.stride(), p.shape))
+    strides = tuple(0 if contiguous or size == 1 else st for st, size in zip(p.stride(), p.shape))
+    return p.device, tuple(p.shape), strides
 
 
 def is_dense(t: Tensor) -> bool:

@@ -39,6 +39,8 @@ class UnitMap:
     guards: tuple[Guard, ...]
     tail: int | None
     """The unit awaited after the last block too, since its weights may be read without calling their module."""
+    head: int | None
+    """The guard of the model's output embeddings: fused losses read its weight after the last block."""
 
 
 def find_units(model: nn.Module) -> UnitMap:
@@ -70,7 +72,18 @@ def find_units(model: nn.Module) -> UnitMap:
     if tail_params:
         tail = len(units)
         units.append(Unit("tail", tuple(tail_params), False))
-    return UnitMap(tuple(units), tuple(_guards(model, blocks, units)), tail)
+    guards = tuple(_guards(model, blocks, units))
+    head = _output_embeddings(model)
+    return UnitMap(tuple(units), guards, tail, next((n for n, g in enumerate(guards) if g.module is head), None))
+
+
+def _output_embeddings(model: nn.Module) -> nn.Module | None:
+    """transformers' name for the head."""
+    get = getattr(model, "get_output_embeddings", None)
+    try:
+        return get() if callable(get) else None
+    except (AttributeError, NotImplementedError):  # a model without one
+        return None
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -22,6 +22,7 @@ class ArenaWork:
         grads: each parameter's gradient in the parameter's memory order, None where it is not stepped.
         weights: each stepped parameter's memory as it was when the step was taken: `p.data = ...` may swap it since.
         versions: the gradients' version counters when they were taken.
+        weight_versions: the weights', by `note_weights`, after the step has moved them.
         grad_pointers, weight_pointers: device addresses; 0 where a parameter is not stepped.
         coefficients: float32[params, NUM_COEF], inactive rows where a parameter is not stepped.
         stepped: int64, the indices of those that are stepped.
@@ -31,10 +32,14 @@ class ArenaWork:
     grads: Sequence[Tensor | None]
     weights: Sequence[Tensor | None]
     versions: Sequence[int]
+    weight_versions: list[int]
     grad_pointers: Sequence[int]
     weight_pointers: Sequence[int]
     coefficients: np.ndarray
     stepped: np.ndarray
+
+    def note_weights(self) -> None:
+        self.weight_versions[:] = [0 if w is None else w._version for w in self.weights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,21 @@ class BucketWork:
                     f"{self.name}: a gradient was written to while optimizer.step() was still copying it, so the "
                     "step read a mixture. Use optimizer.zero_grad() instead of model.zero_grad(set_to_none=False), or "
                     "call optimizer.synchronize() before you write to a gradient. Load the last checkpoint to go on."
+                )
+
+    def check_weights_unwritten(self) -> None:
+        """Before the copy: what somebody wrote to a weight since `step()` would be lost under it.
+
+        Raises:
+            StateError: a weight's version counter moved.
+        """
+        for piece in self.bucket.pieces:
+            weight = self.work.weights[piece.param]
+            if weight is not None and weight._version != self.work.weight_versions[piece.param]:
+                raise StateError(
+                    f"{self.name}: a weight was written to while the step was still under way, whose result would "
+                    "overwrite it. Call optimizer.synchronize() before you write to weights. Load the last checkpoint "
+                    "to go on."
                 )
 
     def _segments(self, pointers: Sequence[int], owners: Sequence[Tensor | None]) -> list[Segment]:

@@ -11,7 +11,6 @@ import os
 import queue
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,14 +28,21 @@ Delay = Callable[[str, int], float]
 
 
 class HostCopy:
-    """The `Event` of one copy of a `HostTransport`."""
+    """The `Event` of one copy of a `HostTransport`.
 
-    __slots__ = ("_bell", "_ended", "_error", "_move", "_span", "nbytes", "what")
+    Args:
+        what: its name in messages.
+        moves: (destination, source, bytes) of each run of memory.
+        owners: what keeps both ends' memory alive; held until the copy has ended.
+    """
 
-    def __init__(self, what: str, nbytes: int, move: Callable[[], None]) -> None:
+    __slots__ = ("_bell", "_ended", "_error", "_moves", "_owners", "_span", "nbytes", "what")
+
+    def __init__(self, what: str, moves: Sequence[tuple[int, int, int]], owners: object) -> None:
         self.what = what
-        self.nbytes = nbytes
-        self._move: Callable[[], None] | None = move
+        self.nbytes = sum(nbytes for _, _, nbytes in moves)
+        self._moves = moves
+        self._owners = owners
         self._bell = Bell()
         self._ended = False
         self._error: BaseException | None = None
@@ -60,18 +66,16 @@ class HostCopy:
 
     def run(self, pace: Callable[[int, float], None]) -> None:
         """Move the bytes, then let `pace(nbytes, start)` hold the copy up to the emulated link's speed."""
-        assert self._move is not None
         start = time.perf_counter()
-        self._move()
+        for destination, source, nbytes in self._moves:
+            ctypes.memmove(destination, source, nbytes)  # releases the GIL
         pace(self.nbytes, start)
         self._span = (start, time.perf_counter())
         self.finish(None)
 
     def finish(self, error: BaseException | None) -> None:
         self._error = error
-        self._move = None  # lets go of the segments' owners
-        if error is not None:
-            traceback.clear_frames(error.__traceback__)  # their locals hold the owners too
+        self._owners = None
         self._ended = True
         self._bell.ring()
 
@@ -190,11 +194,7 @@ class HostTransport:
         return ring
 
     def _submit(self, lane: int, what: str, moves: list[tuple[int, int, int]], owners: object) -> HostCopy:
-        def move(owners: object = owners) -> None:  # the default keeps both ends' memory alive
-            for destination, source, nbytes in moves:
-                ctypes.memmove(destination, source, nbytes)  # releases the GIL
-
-        return self._lanes[lane].submit(HostCopy(what, sum(m[2] for m in moves), move))
+        return self._lanes[lane].submit(HostCopy(what, moves, owners))
 
 
 def _aligned(nbytes: int) -> np.ndarray:

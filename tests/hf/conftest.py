@@ -30,32 +30,62 @@ class Lab:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
-        shape = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1)
-        shape |= dict(max_position_embeddings=64, num_hidden_layers=layers, attn_implementation="eager")
+        shape = {
+            "vocab_size": 96,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        }
+        shape |= {"max_position_embeddings": 64, "num_hidden_layers": layers, "attn_implementation": "eager"}
         return LlamaForCausalLM(LlamaConfig(**{**shape, **config})).to(dtype)
 
     def data(self, rows: int = 48, length: int = 12) -> list[dict[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(0, 96, (rows, length), generator=generator)
-        return [{"input_ids": row, "labels": row} for row in ids]
+        labels = ids.clone()
+        labels[:, 0] = -100  # never a target; whether the mean counts it depends on the version of transformers
+        return [{"input_ids": row, "labels": target} for row, target in zip(ids, labels)]
+
+    def tokenizer(self) -> Any:
+        """Words w0 to w89, and what a chat template needs."""
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        special = ["<pad>", "<unk>", "<s>", "</s>", "<user>", "<assistant>"]
+        vocabulary = {word: i for i, word in enumerate(special + [f"w{i}" for i in range(90)])}
+        inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+        inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        made = PreTrainedTokenizerFast(
+            tokenizer_object=inner, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+        )
+        made.chat_template = (
+            "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + ' </s> ' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
+        )
+        return made
+
+    def sentences(self, rows: int, seed: int = 2) -> list[str]:
+        numbers = torch.randint(0, 90, (rows, 8), generator=torch.Generator().manual_seed(seed))
+        return [" ".join(f"w{n}" for n in row.tolist()) for row in numbers]
 
     def args(self, kind: Any = None, **given: Any) -> Any:
         from transformers import TrainingArguments
 
         self.runs += 1
-        chosen = dict(
-            output_dir=str(self.folder / f"run{self.runs}"),
-            use_cpu=True,
-            optim="offload_adam",
-            per_device_train_batch_size=4,
-            max_steps=5,
-            learning_rate=1e-2,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )
+        chosen = {
+            "output_dir": str(self.folder / f"run{self.runs}"),
+            "use_cpu": True,
+            "optim": "offload_adam",
+            "per_device_train_batch_size": 4,
+            "max_steps": 5,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+        }
         return (kind or TrainingArguments)(**{**chosen, **given})
 
     def trainer(self, model: Any = None, kind: Any = None, more: dict[str, Any] | None = None, **args: Any) -> Any:
@@ -124,3 +154,18 @@ def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         return done
 
     return run
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process in which this checkout counts as installed: its entry points are found.
+
+    `pip install` writes a folder NAME-VERSION.dist-info; torch reads entry_points.txt in it. This one is made from
+    the table in pyproject.toml.
+    """
+    folder = tmp_path / "site" / "hf_offload-0.1.0.dist-info"
+    folder.mkdir(parents=True)
+    table = (ROOT / "pyproject.toml").read_text().split('[project.entry-points."torch.backends"]\n')[1].split("\n\n")[0]
+    (folder / "entry_points.txt").write_text("[torch.backends]\n" + table.replace('"', "") + "\n")
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: hf-offload\nVersion: 0.1.0\n")
+    return {"PYTHONPATH": os.pathsep.join([str(folder.parent), str(ROOT)])}

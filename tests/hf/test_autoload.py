@@ -27,6 +27,7 @@ assert not heavy, heavy
     assert "offload_adam" in python(code=code + ASK).stdout
 
 
+@pytest.mark.slow
 def test_transformers_first_is_as_good(python: Any) -> None:
     assert "offload_adam" in python(code=f"import transformers.trainer, hf_offload; {ASK}").stdout
 
@@ -47,42 +48,34 @@ compat.register()
     assert "offload_adam" in python(code=code, env={autoload.SWITCH: "0"}).stdout
 
 
-# What torch does at the end of `import torch`, for an installed distribution. The test below needs that installation;
-# this one runs the entry point at the same moment by hand, in a script that never imports hf_offload itself.
-ENTRY_POINT = """
-import sys, importlib.metadata as metadata
-real = metadata.entry_points
-class Point:
-    name = "hf_offload"
-    def load(self):
-        from hf_offload.autoload import install
-        def call():
-            global seen
-            module = sys.modules.get("transformers.training_args")
-            seen = None if module is None else hasattr(module, "OptimizerNames")
-            install()
-        return call
-metadata.entry_points = lambda **which: [Point()] if which.get("group") == "torch.backends" else real(**which)
-"""
+# From here on the processes find the entry point as they would after `pip install`, and nobody imports hf_offload.
 
 
 @pytest.mark.parametrize(
-    ("first", "seen"),
+    "first",
     [
-        ("import torch", "None"),  # before transformers
-        ("from transformers.training_args import OptimizerNames", "False"),  # in the middle of that very module
-        ("from transformers import HfArgumentParser, TrainingArguments", "None|False"),
+        # Before transformers; in the middle of that very module; and as most scripts begin.
+        pytest.param("import torch", marks=pytest.mark.slow),
+        "from transformers.training_args import OptimizerNames",
+        pytest.param("from transformers import HfArgumentParser, Trainer", marks=pytest.mark.slow),
     ],
 )
-def test_the_entry_point_works_at_whatever_moment_torch_is_imported(python: Any, first: str, seen: str) -> None:
-    done = python(code=f"{ENTRY_POINT}{first}\n{ASK}\nprint('seen', seen)")
-    assert "offload_adam" in done.stdout
-    assert done.stdout.split("seen ")[1].strip() in seen.split("|")
+def test_the_entry_point_works_at_whatever_moment_torch_is_imported(python: Any, site: Any, first: str) -> None:
+    assert "offload_adam" in python(code=f"{first}\n{ASK}", env=site).stdout
 
 
-def test_the_entry_point_alone_imports_nothing_heavy(python: Any) -> None:
-    code = f"{ENTRY_POINT}import torch\nprint([m for m in ('transformers', 'accelerate', 'numba') if m in sys.modules])"
-    assert python(code=code).stdout.strip() == "[]"
+def test_the_entry_point_alone_imports_nothing_heavy(python: Any, site: Any) -> None:
+    code = """
+import sys, torch
+assert "hf_offload.autoload" in sys.modules
+print([m for m in ("transformers", "accelerate", "numba", "hf_offload.compat") if m in sys.modules])
+"""
+    assert python(code=code, env=site).stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_the_entry_point_can_be_turned_off(python: Any, site: Any) -> None:
+    assert "not a valid OptimizerNames" in python(code=ASK, env={**site, autoload.SWITCH: "0"}, fails=True).stderr
 
 
 def test_the_installed_distribution_has_the_entry_point(python: Any) -> None:
@@ -91,7 +84,6 @@ def test_the_installed_distribution_has_the_entry_point(python: Any) -> None:
         pytest.skip("the distribution hf-offload is not installed here (pip install -e .)")
     assert points[0].value == "hf_offload.autoload:install"
     assert "offload_adam" in python(code=ASK).stdout
-    assert "not a valid" in python(code=ASK, env={autoload.SWITCH: "0"}, fails=True).stderr
 
 
 # ---------------------------------------------------------------- the mechanism, on modules of our own

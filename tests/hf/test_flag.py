@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import pickle
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -57,11 +58,17 @@ def test_arguments_are_copied_and_written_as_ever(lab: Any) -> None:
     assert json.loads(args.to_json_string())["optim"] == "offload_adam"
 
 
-def test_saved_arguments_load_without_hf_offload(lab: Any, tmp_path: Any, python: Any) -> None:
+def test_saved_arguments_are_plain(lab: Any) -> None:
     buffer = io.BytesIO()
     torch.save(lab.args(), buffer)
     assert b"hf_offload" not in buffer.getvalue()
     assert type(pickle.loads(pickle.dumps(OptimizerNames("offload_adam")))) is str
+
+
+@pytest.mark.slow
+def test_saved_arguments_load_without_hf_offload(lab: Any, tmp_path: Any, python: Any) -> None:
+    buffer = io.BytesIO()
+    torch.save(lab.args(), buffer)
     (tmp_path / "training_args.bin").write_bytes(buffer.getvalue())
     code = """
 import sys
@@ -118,18 +125,36 @@ def test_a_frozen_model_is_refused(lab: Any) -> None:
 def test_what_has_moved_is_told_once_and_clearly(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "_misfits", [])
 
-    class Elsewhere:
-        __name__ = "transformers.trainer"
-        _OPTIMIZER_HANDLERS: dict[str, Any] = {}
-        Trainer = type("Trainer", (), {"__module__": "transformers.trainer"})
-
+    elsewhere: Any = ModuleType("transformers.trainer")
+    elsewhere._OPTIMIZER_HANDLERS = {}
+    elsewhere.Trainer = type("Trainer", (), {"__module__": "transformers.trainer"})
     with pytest.raises(UnsupportedError, match=r"create_accelerator_and_postprocess.*not there.*pip install"):
-        compat.adapt(Elsewhere())  # type: ignore[arg-type]
+        compat.adapt(elsewhere)
     with pytest.raises(UnsupportedError, match="create_accelerator_and_postprocess"):
         compat.register()
     with pytest.raises(UnsupportedError, match="create_accelerator_and_postprocess"):
         lab.trainer()
     lab.trainer(optim="adamw_torch")  # nobody else is bothered
+
+
+def test_any_other_surprise_is_the_same_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_misfits", [])
+    with pytest.raises(UnsupportedError, match=r"transformers='.*'.*training_args.*AttributeError.*pip install"):
+        compat.adapt(ModuleType("transformers.training_args"))
+
+
+def test_transformers_before_the_registry_is_told_to_upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_misfits", [])
+    with pytest.raises(UnsupportedError, match=r"transformers='.*'.*came with 5\.8.*pip install -U"):
+        compat.adapt(ModuleType("transformers.trainer"))
+
+
+def test_a_reader_that_has_moved_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    module: Any = ModuleType("trl.generation.vllm_generation")
+    compat._adapt_readers(module)
+    module.VLLMGeneration = type("VLLMGeneration", (), {"__module__": module.__name__})
+    compat._adapt_readers(module)
+    assert caplog.text.count("synchronize() the optimizer before VLLMGeneration.sync_weights") == 2
 
 
 def test_nothing_of_transformers_changes_where_it_is_not_asked_for(lab: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -27,7 +30,7 @@ class InTheirOrder(Trainer):
 
 @pytest.mark.parametrize("clip", [1.0, 0.05, 0.0])
 def test_fp32_training_is_adamw_torchs(lab: Any, tools: Any, clip: float) -> None:
-    shared = dict(max_grad_norm=clip, weight_decay=0.1, gradient_accumulation_steps=2)
+    shared = {"max_grad_norm": clip, "weight_decay": 0.1, "gradient_accumulation_steps": 2}
     ours, theirs = lab.trainer(**shared), lab.trainer(optim="adamw_torch", **shared)
     ours.train()
     theirs.train()
@@ -41,7 +44,7 @@ def test_fp32_training_is_adamw_torchs(lab: Any, tools: Any, clip: float) -> Non
 def by_hand(lab: Any, steps: int, clip: float) -> tuple[list[float], list[float]]:
     """fp32 masters stepped by torch.optim.AdamW, bf16 weights and gradients on the model; losses and norms."""
     model = lab.model()
-    params = [p for p in model.parameters()]
+    params = list(model.parameters())
     masters = [torch.nn.Parameter(p.detach().clone()) for p in params]
     for p in params:
         p.data = p.data.bfloat16()
@@ -50,12 +53,12 @@ def by_hand(lab: Any, steps: int, clip: float) -> tuple[list[float], list[float]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda t: (steps - t) / steps)
-    ids = torch.stack([row["input_ids"] for row in lab.data()])
+    ids, labels = (torch.stack([row[name] for row in lab.data()]) for name in ("input_ids", "labels"))
     losses, norms = [], []
     for step in range(steps):
-        batch = ids[4 * step : 4 * step + 4]
+        rows = slice(4 * step, 4 * step + 4)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(input_ids=batch, labels=batch).loss
+            loss = model(input_ids=ids[rows], labels=labels[rows]).loss
         loss.backward()
         losses.append(loss.item())
         norm = sum(p.grad.double().square().sum() for p in params).sqrt().item()
@@ -215,9 +218,7 @@ def test_offload_trainer_is_the_flag(lab: Any, tools: Any) -> None:
     assert tools.same_bits(tools.weights(flag.model), tools.weights(by_class.model))
 
 
-def test_offload_trainer_makes_its_own_arguments_too(
-    lab: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offload_trainer_makes_its_own_arguments_too(lab: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     trainer = OffloadTrainer(lab.model(), train_dataset=lab.data())
     assert trainer.args.optim == "offload_adam" and trainer.args.optim_args is None
@@ -264,6 +265,37 @@ def test_model_init_starts_anew(lab: Any) -> None:
     trainer.train()
     assert trainer.optimizer is not first
     assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+
+
+def test_a_trainer_that_is_collected_ends_its_threads(lab: Any, tools: Any) -> None:
+    def ours() -> list[str]:
+        return [t.name for t in threading.enumerate() if t.name.startswith("hf_offload")]
+
+    before = ours()
+    trainer = lab.trainer(optim_args=f"schedule=overlapped,{tools.SLOW}")
+    trainer.train()
+    model = trainer.model  # lives on, with its hooks
+    assert len(ours()) > len(before)
+    del trainer
+    gc.collect()
+    for _ in range(100):
+        if ours() == before:
+            break
+        time.sleep(0.05)
+    assert ours() == before
+    assert torch.isfinite(model(input_ids=torch.ones(1, 3, dtype=torch.long)).logits).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_waits_too(lab: Any, tools: Any, backend: str) -> None:
+    ends = []
+    for settings in ("threads=1", f"schedule=overlapped,{tools.SLOW}"):
+        args = {"torch_compile": True, "torch_compile_backend": backend, "gradient_accumulation_steps": 2}
+        trainer = lab.trainer(optim_args=settings, bf16=True, **args)
+        trainer.train()
+        ends.append(tools.weights(trainer.model))
+    assert tools.same_bits(*ends)
 
 
 def test_clipping_a_part_of_the_parameters_is_refused(lab: Any) -> None:

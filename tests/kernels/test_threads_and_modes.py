@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import hashlib
+import importlib.util
 import os
+import sys
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -46,6 +49,13 @@ def everything(threads, n=150_000):
 """
 
 
+def need(layer):
+    if layer == "omp" and importlib.util.find_spec("numba.np.ufunc.omppool") is None:
+        pytest.skip("this Numba was built without OpenMP")
+    if layer == "omp" and sys.platform == "linux" and ctypes.util.find_library("gomp") is None:
+        pytest.skip("libgomp, which Numba's omp layer loads, is not installed")
+
+
 @pytest.fixture(scope="module")
 def expected():
     scope: dict = {}
@@ -68,6 +78,7 @@ def test_denormals_matter_in_what_is_hashed():
 @pytest.mark.parametrize("layer", ["omp", "workqueue"])
 def test_flush_to_zero_set_before_the_pool_starts(layer, expected, run_python):
     """torch.set_flush_denormal is inherited by threads started after it; and the caller's mode is left as it was."""
+    need(layer)
     script = (
         EVERYTHING
         + """
@@ -154,6 +165,7 @@ print(*found)
 @pytest.mark.parametrize("layer", ["omp", "workqueue"])
 def test_a_process_forked_after_the_pool_started(layer, expected, run_python):
     """GNU OpenMP ends a forked process that enters a parallel region; there the kernels use one thread."""
+    need(layer)
     script = (
         EVERYTHING
         + """
@@ -182,6 +194,7 @@ x = np.zeros(1 << 20, np.uint16)
 cpu.widen(x, np.zeros(x.size, np.float32), "bfloat16", 3)
 print(len(os.listdir("/proc/self/task")) - before)
 """
+    need("omp")
     if not os.path.isdir("/proc/self/task"):
         pytest.skip("needs /proc")
     env = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "3", "NUMBA_THREADING_LAYER": "omp"}

@@ -10,11 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
+from hf_offload.engine import scaling
+from hf_offload.errors import ConfigError, StateError
 from support.optimizer import (
     DTYPES,
     SCHEDULES,
     Bag,
     Twin,
+    assert_same_run,
+    assert_twin,
     give,
     gradients,
     make_params,
@@ -25,10 +31,6 @@ from support.optimizer import (
     train,
     twins,
 )
-from torch import Tensor
-
-from hf_offload.engine import scaling
-from hf_offload.errors import ConfigError, StateError
 
 both_schedules = pytest.mark.parametrize("schedule", SCHEDULES)
 every_wire = pytest.mark.parametrize("wire", DTYPES)
@@ -125,7 +127,7 @@ def test_the_factor_is_folded_in_and_grad_stays(bound: str, wire: str, schedule:
         optimizer.synchronize()
         assert all(same_bits(p.grad, b) for p, b in zip(params, before))
         twin.step(min(1.0, most / (optimizer.last_grad_norm + 1e-6)))
-    assert all(same_bits(p, q) for p, q in zip(params, others))
+    assert_twin(optimizer, params, twin, others)
 
 
 @both_schedules
@@ -143,6 +145,7 @@ def test_like_torchs_clip_and_step(schedule: str) -> None:
     optimizer.synchronize()
     for p, q in zip(params, others):
         torch.testing.assert_close(p, q, rtol=5e-6, atol=2e-6)
+        torch.testing.assert_close(state(optimizer, p, "exp_avg_sq"), theirs.state[q]["exp_avg_sq"], rtol=1e-5, atol=0)
 
 
 @both_schedules
@@ -158,7 +161,7 @@ def test_of_several_calls_the_tightest_bound_holds(bounds: tuple[float, ...], sc
     optimizer.step()
     optimizer.synchronize()
     twin.step(0.5 / (norm64(others) + 1e-6))
-    assert all(same_bits(p, q) for p, q in zip(params, others))
+    assert_twin(optimizer, params, twin, others)
 
 
 @both_schedules
@@ -174,7 +177,7 @@ def test_a_factor_is_for_one_step_only(schedule: str) -> None:
         optimizer.step()
         twin.step(0.1 / (norm64(others) + 1e-6) if clip else 1.0)
     optimizer.synchronize()
-    assert same_bits(params[0], others[0])
+    assert_twin(optimizer, params, twin, others)
 
 
 @pytest.mark.parametrize("bound", [-1.0, -0.001, float("nan"), -math.inf, torch.tensor(-1.0)])
@@ -263,7 +266,7 @@ def test_a_norm_that_was_only_read_binds_nobody(edit: str, schedule: str) -> Non
         backward(own)
         o.step()
         o.synchronize()
-    assert all(same_bits(p, q) for p, q in zip(params, others))
+    assert_same_run(optimizer, params, plain, others)
 
 
 @both_schedules
@@ -280,7 +283,7 @@ def test_zero_grad_drops_what_is_pending(set_to_none: bool, schedule: str) -> No
         backward(own)
         o.step()
         o.synchronize()
-    assert all(same_bits(p, q) for p, q in zip(params, others))
+    assert_same_run(optimizer, params, plain, others)
 
 
 @both_schedules
@@ -299,7 +302,7 @@ def test_after_a_step_that_was_not_taken_new_gradients_can_be_clipped(schedule: 
     optimizer.step()
     optimizer.synchronize()
     twin.step(0.5 / (norm64(others) + 1e-6))
-    assert all(same_bits(p, q) for p, q in zip(params, others))
+    assert_twin(optimizer, params, twin, others)
 
 
 @both_schedules
@@ -315,7 +318,7 @@ def test_load_state_dict_drops_what_is_pending(schedule: str) -> None:
             o.load_state_dict(o.state_dict())
         o.step()
         o.synchronize()
-    assert same_bits(params[0], others[0])
+    assert_same_run(optimizer, params, plain, others)
 
 
 # ---- gradients that are not finite
@@ -356,7 +359,7 @@ def test_skipping(skip: str, call: str, bad: str, wire: str, schedule: str, capl
         for o, own in ((optimizer, params), (plain, others)):
             o.zero_grad()
             train(o, own, [3])
-        assert all(same_bits(p, q) for p, q in zip(params, others))
+        assert_same_run(optimizer, params, plain, others)
         assert optimizer.stats().steps == plain.stats().steps == 3
 
 
@@ -435,4 +438,4 @@ def test_clipping_under_autograds_own_graph() -> None:
         own[0].grad = grad
         o.clip_grad_norm_(0.5)
         o.step()
-    assert same_bits(params[0], others[0])
+    assert_same_run(optimizer, params, plain, others)

@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+from hf_offload import OffloadAdam
+from hf_offload.errors import ConfigError
 from support.optimizer import (
     DTYPES,
     SCHEDULES,
     Bag,
     Twin,
+    assert_same_run,
     give,
     gradients,
     make_params,
@@ -22,10 +27,6 @@ from support.optimizer import (
     train,
     twins,
 )
-from torch import Tensor, nn
-
-from hf_offload import OffloadAdam
-from hf_offload.errors import ConfigError
 
 both_schedules = pytest.mark.parametrize("schedule", SCHEDULES)
 every_wire = pytest.mark.parametrize("wire", DTYPES)
@@ -62,7 +63,7 @@ def test_the_inverse_is_folded_in_and_grad_stays_scaled(wire: str, schedule: str
         optimizer.synchronize()
         plain.synchronize()
         assert all(same_bits(p.grad, k) for p, k in zip(params, kept))
-    assert all(same_bits(p, q) for p, q in zip(params, others))
+    assert_same_run(optimizer, params, plain, others)
     assert all(same_bits(state(optimizer, p, "master"), state(plain, q, "master")) for p, q in zip(params, others))
 
 
@@ -198,7 +199,7 @@ def test_a_scaled_run_is_the_unscaled_run(schedule: str) -> None:
         plain.step()
         optimizer.synchronize()
         plain.synchronize()
-    assert all(same_bits(p, q) for p, q in zip(params, others))
+    assert_same_run(optimizer, params, plain, others)
 
 
 @both_schedules

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.optimizer import SCHEDULES, Bag, give, gradients, make_params, offload, train, twins
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_offload import OffloadAdam
+from support.optimizer import SCHEDULES, Bag, give, gradients, make_params, offload, train, twins
 
 STEPS = 10
 # Both compute in fp32, each rounding where it likes (torch's vector code uses fused multiply-add, ours does not). The

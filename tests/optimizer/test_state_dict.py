@@ -6,16 +6,24 @@ import copy
 import io
 import json
 import logging
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from hf_offload import OffloadAdam
+from hf_offload.engine.masters import cast_trainable
 from support.optimizer import (
     DTYPES,
     SCHEDULES,
     Bag,
+    assert_same_run,
+    config,
     frozen_state_dict,
     give,
     gradients,
@@ -27,11 +35,6 @@ from support.optimizer import (
     train,
     twins,
 )
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
-
-from hf_offload import OffloadAdam
-from hf_offload.engine.masters import cast_trainable
 
 both_schedules = pytest.mark.parametrize("schedule", SCHEDULES)
 every_wire = pytest.mark.parametrize("wire", DTYPES)
@@ -161,7 +164,7 @@ def test_resume_is_bit_equal(moment: str, wire: str, schedule: str) -> None:
     if moment == "twice":
         resumed.load_state_dict(saved["optimizer"])
     train(resumed, others, range(4, 7))
-    assert all(same_bits(p, q) for p, q in zip(params, others))
+    assert_same_run(optimizer, params, resumed, others)
     for p, q in zip(params, others):
         for name in ("step", "exp_avg", "exp_avg_sq", "master"):
             assert same_bits(state(optimizer, p, name), state(resumed, q, name)), name
@@ -257,7 +260,7 @@ def test_an_empty_state_starts_anew(empty: dict[int, Any], schedule: str) -> Non
     fresh = offload(others, schedule)
     train(optimizer, params, range(3, 6))
     train(fresh, others, range(3, 6))
-    assert all(same_bits(p, q) for p, q in zip(params, others))
+    assert_same_run(optimizer, params, fresh, others)
 
 
 @both_schedules
@@ -275,7 +278,7 @@ def test_the_state_of_a_parameter_that_is_frozen_now_waits_for_it(schedule: str)
         o.step()
         own[1].requires_grad_(True)
         train(o, own, [4])
-    assert all(same_bits(p, q) for p, q in zip(params, others))
+    assert_same_run(optimizer, params, resumed, others)
     assert state(resumed, others[1], "step").item() == 4
 
 
@@ -422,6 +425,30 @@ def test_a_master_that_is_not_the_weights_follows_it_with_a_warning_that_counts(
 
 
 @both_schedules
+@every_wire
+def test_an_older_state_beside_newer_weights(wire: str, schedule: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The weights were last written by our own step, so nothing but the loaded masters tells that they disagree."""
+    params = make_params(DTYPES[wire], shapes=[(100,), (5,)])
+    optimizer = offload(params, schedule, lr=0.1)
+    train(optimizer, params, range(3))
+    saved = frozen_state_dict(optimizer)
+    train(optimizer, params, range(3, 6))
+    weights = [p.detach().clone() for p in params]
+    optimizer.load_state_dict(saved)
+    loaded = [state(optimizer, p, "master") for p in params]
+    differ = sum((m.to(w.dtype) != w).sum().item() for m, w in zip(loaded, weights))
+    assert differ > 50
+    for g in optimizer.param_groups:
+        g.update(lr=0.0, weight_decay=0.0)
+    with caplog.at_level(logging.WARNING, logger="hf_offload"):
+        train(optimizer, params, [6])
+    assert [r for r in caplog.records if f" {differ} weights were changed from outside" in r.message]
+    for p, w, m in zip(params, weights, loaded):
+        assert same_bits(p, w), "the next step starts from the weights, not from stale masters"
+        assert same_bits(state(optimizer, p, "master"), torch.where(m.to(w.dtype) == w, m, w.float()))
+
+
+@both_schedules
 def test_loading_the_state_that_fits_warns_of_nothing(schedule: str, caplog: pytest.LogCaptureFixture) -> None:
     params = make_params(torch.bfloat16, shapes=[(100,), (5,)])
     optimizer = offload(params, schedule)
@@ -473,7 +500,8 @@ def test_the_groups_settings_come_from_the_file(schedule: str) -> None:
     # Who holds the list or a group goes on holding it: an optimizer that ours took over from, and its scheduler.
     assert all(a is b for a, b in zip(held, (optimizer.param_groups, *optimizer.param_groups)))
     saved["param_groups"][0]["lr"] = 99.0
-    assert group["lr"] == 0.25
+    saved["param_groups"][1]["lr"].fill_(99.0)
+    assert group["lr"] == 0.25 and optimizer.param_groups[1]["lr"].item() == 0.5, "settings are copied"
 
 
 @pytest.mark.parametrize(
@@ -513,7 +541,7 @@ def test_a_resumed_scheduler_drives_the_loaded_groups(schedule: str) -> None:
         for o, own, s in ((optimizer, params, scheduler), (resumed, others, again)):
             train(o, own, [step])
             s.step()
-    assert all(same_bits(p, q) for p, q in zip(params, others))
+    assert_same_run(optimizer, params, resumed, others)
     assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in resumed.param_groups]
 
 
@@ -528,6 +556,9 @@ def hooked(optimizer: Any, p: Tensor) -> list[Any]:
     def before_load(o: Any, state_dict: dict[str, Any]) -> None:
         log.append(("before load", o is optimizer, facts(state_dict), state_dict["param_groups"][0]["lr"]))
 
+    def change_in_place(o: Any, state_dict: dict[str, Any]) -> None:
+        state_dict["added"] = state_dict["state"] = dict(state_dict["state"])
+
     def change(o: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         groups = [{**g, "lr": 0.125} for g in state_dict["param_groups"]]
         entry = {**state_dict["state"][0], "step": torch.tensor(7.0)}
@@ -540,6 +571,7 @@ def hooked(optimizer: Any, p: Tensor) -> list[Any]:
     optimizer.register_state_dict_post_hook(lambda o, s: log.append(("after save", facts(s))))
     optimizer.register_state_dict_post_hook(lambda o, s: {**s, "more": 1})
     optimizer.register_load_state_dict_pre_hook(before_load)
+    optimizer.register_load_state_dict_pre_hook(change_in_place)
     optimizer.register_load_state_dict_pre_hook(change)
     optimizer.register_load_state_dict_pre_hook(before_load)
     optimizer.register_load_state_dict_post_hook(after_load)
@@ -557,7 +589,8 @@ def test_hooks_on_saving_and_loading_get_what_they_get_with_torch() -> None:
         assert saved.pop("more") == 1
         kept = copy.deepcopy(saved)
         optimizer.load_state_dict(saved)
-        assert saved["param_groups"] == kept["param_groups"], "a hook's changes stay out of the caller's dict"
+        assert sorted(saved) == sorted(kept), "what a hook puts into the dict stays out of the caller's"
+        assert saved["param_groups"] == kept["param_groups"]
         logs.append(log)
     assert logs[0] == logs[1]
     assert [entry[0] for entry in logs[0]] == ["before save", "after save", "before load", "before load", "after load"]
@@ -605,9 +638,9 @@ def test_json_is_refused_not_ignored() -> None:
 def test_saving_and_loading_under_inference_mode() -> None:
     """An evaluation loop that saves: the views must not become inference tensors, which nobody may write to later."""
     params = make_params(shapes=[(5,)])
-    optimizer = offload(params)
-    give(params, gradients(0, params))
-    optimizer.step()
+    bag = Bag(params)
+    optimizer = OffloadAdam(params, model=bag)
+    bag()  # makes the state; nobody has looked at it yet
     with torch.inference_mode():
         saved = optimizer.state_dict()
         assert not any(t.is_inference() for t in saved["state"][0].values())
@@ -625,3 +658,22 @@ def test_files_on_disk(tmp_path: Path) -> None:
     optimizer.load_state_dict(loaded)
     for i, p in enumerate(params):
         assert all(same_bits(loaded["state"][i][n], state(optimizer, p, n)) for n in loaded["state"][i])
+
+
+@both_schedules
+def test_torch_distributed_checkpoints_way_of_saving_and_loading(schedule: str) -> None:
+    """Entries by parameter name; it takes a step with zero gradients and lr 0 itself, to make state to load into."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    params, others = make_params(torch.bfloat16, SHAPES), make_params(torch.bfloat16, SHAPES, seed=9)
+    bag, again = Bag(params), Bag(others)
+    optimizer, resumed = (OffloadAdam(b.parameters(), model=b, config=config(schedule)) for b in (bag, again))
+    train(optimizer, params, range(3))
+    saved = copy.deepcopy(get_optimizer_state_dict(bag, optimizer))
+    assert sorted(saved["state"]) == [f"items.{i}" for i in range(len(SHAPES))]
+    weights = copy.deepcopy(bag.state_dict())
+    train(optimizer, params, range(3, 5))
+    again.load_state_dict(weights)
+    set_optimizer_state_dict(again, resumed, saved)
+    train(resumed, others, range(3, 5))
+    assert_same_run(optimizer, params, resumed, others)

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from hf_offload import OffloadAdam, hostmem
+from hf_offload.errors import HostMemoryError, OffloadError, StateError
 from support.optimizer import (
     SCHEDULES,
     config,
@@ -20,9 +23,6 @@ from support.optimizer import (
     snapshot,
     train,
 )
-
-from hf_offload import OffloadAdam, hostmem
-from hf_offload.errors import HostMemoryError, OffloadError, StateError
 
 SHAPES = [(5,), (3, 4), (6,)]
 Spoil = Callable[[dict[str, Any]], Any]

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from hf_offload import OffloadAdam
 from support.optimizer import (
     DTYPES,
     SCHEDULES,
     Twin,
+    assert_twin,
     config,
     give,
     gradients,
@@ -22,8 +25,6 @@ from support.optimizer import (
     train,
     twins,
 )
-
-from hf_offload import OffloadAdam
 
 STEPS = 8
 MODES = {
@@ -131,7 +132,7 @@ def test_dtypes_mixed_within_one_optimizer(schedule: str) -> None:
         train(optimizer, params, [step])
         give(others, gradients(step, others))
         twin.step()
-    assert all(same_bits(p, q) for p, q in zip(params, others))
+    assert_twin(optimizer, params, twin, others)
     assert optimizer.stats().wire_dtype == "mixed"
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from hf_offload.kernels import cpu
-from hf_offload.kernels.cpu import reference
 from torch import Tensor, nn
 
 from hf_offload import OffloadAdam, OffloadConfig
+from hf_offload.kernels import cpu
+from hf_offload.kernels.cpu import reference
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SCHEDULES = ("in_order", "overlapped")
@@ -152,6 +152,26 @@ def _flat_bits(t: Tensor | None) -> np.ndarray:
     assert t is not None
     t = t.detach().contiguous().reshape(-1).clone()
     return t.numpy() if t.dtype == torch.float32 else t.view(torch.int16).numpy().view(np.uint16)
+
+
+def assert_twin(optimizer: OffloadAdam, params: Sequence[Tensor], twin: Twin, others: Sequence[Tensor]) -> None:
+    """Bits of weights and state. Weights alone are not enough: Adam's first step hardly sees a gradient's size."""
+    for p, q in zip(params, others):
+        assert same_bits(p, q)
+        for name, arrays in (("master", twin.master), ("exp_avg", twin.m), ("exp_avg_sq", twin.v)):
+            assert same_bits(state(optimizer, p, name).reshape(-1), torch.from_numpy(arrays[q])), name
+        assert state(optimizer, p, "step").item() == twin.steps[q]
+
+
+def assert_same_run(a: OffloadAdam, params: Sequence[Tensor], b: OffloadAdam, others: Sequence[Tensor]) -> None:
+    """Bits of weights and state of two optimizers."""
+    for o in (a, b):
+        o.synchronize()
+    for p, q in zip(params, others):
+        assert same_bits(p, q)
+        assert (p in a.state) == (q in b.state)
+        for name in a.state.get(p, {}):
+            assert same_bits(state(a, p, name), state(b, q, name)), name
 
 
 def frozen_state_dict(optimizer: Any) -> dict[str, Any]:
