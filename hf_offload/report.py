@@ -217,11 +217,14 @@ def _outcome_sentences(summary: Mapping[str, Any]) -> list[str]:
     ]
     if summary["tokens_per_second"]:
         sentences.append(f"Speed: {summary['tokens_per_second']:,.0f} tokens per second.")
-    first, last = losses["first"], losses["last"]
-    if first is not None and len(losses["values"]) > 1 and first > 0:
-        change = (last - first) / first
+    values = losses["values"]
+    if len(values) > 1 and values[0] > 0:
+        few = min(5, len(values) // 2)  # one batch's loss tells little
+        first, last = sum(values[:few]) / few, sum(values[-few:]) / few
+        change = last / first - 1
+        over = f", means of {few} steps" if few > 1 else ""
         evaluation = f"; evaluation loss {losses['eval_values'][-1]:.3f}" if losses["eval_values"] else ""
-        sentences.append(f"[bold]Loss: {first:.3f} to {last:.3f} ({change:+.0%})[/]{evaluation}.")
+        sentences.append(f"[bold]Loss: {first:.3f} to {last:.3f} ({change:+.0%}{over})[/]{evaluation}.")
     return sentences
 
 

@@ -266,7 +266,7 @@ class Engine:
         if self._pipeline is None or not (self._pipeline.running or self._pipeline.failed):
             return
         last = max((self._last_of_unit.get(u, -1) for u in units), default=-1)
-        if last > self._waited_to:
+        if last > self._waited_to or self._pipeline.failed:
             with self.meter.waiting():
                 self._pipeline.wait_bucket(last)
             self._waited_to = last
