@@ -130,12 +130,19 @@ def tools() -> Any:
 
 @pytest.fixture(autouse=True)
 def fresh_accelerate() -> Iterator[None]:
-    """accelerate keeps its settings in process-wide state."""
+    """accelerate keeps its settings in process-wide state, and TrainingArguments in the environment."""
+    _forget_accelerate()
+    yield
+    _forget_accelerate()
+
+
+def _forget_accelerate() -> None:
     from accelerate.state import AcceleratorState, GradientState
 
-    yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
 
 
 @pytest.fixture
