@@ -1,10 +1,13 @@
-"""What importing hf_offload pulls in, and that the package is whole in a checkout, a wheel and beside HF's `kernels`."""
+"""What importing hf_offload pulls in; that a checkout, a wheel and an editable install are whole."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -75,18 +78,29 @@ def test_trainer_imports_beside_hugging_faces_kernels_library(tmp_path: Path) ->
     assert python(code, tmp_path, ROOT, stand_in).split() == ["Trainer", str(stand_in / "kernels" / "__init__.py")]
 
 
+def without_isolation() -> list[str]:
+    """pip's option that builds with the setuptools that is here, where it is new enough: needs no network."""
+    try:
+        version = importlib.metadata.version("setuptools")
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return ["--no-build-isolation"] if int(version.split(".")[0]) >= 77 else []
+
+
+def copy_of_the_checkout(place: Path) -> None:
+    for name in ("hf_offload", "kernels", "callbacks", "recipes"):
+        shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, place / name)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy so that nothing is left in the checkout."""
-    import shutil
-
     place = tmp_path_factory.mktemp("wheel")
-    copied = ("hf_offload", "kernels", "callbacks", "recipes")
-    for name in copied:
-        shutil.copytree(ROOT / name, place / "src" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, place / "src" / name)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(place), str(place / "src")]
+    copy_of_the_checkout(place / "src")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *without_isolation(), "-w", str(place)]
+    command.append(str(place / "src"))
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return next(place.glob("*.whl"))
@@ -123,3 +137,30 @@ def test_every_package_folder_is_in_the_wheel(wheel: Path) -> None:
     ):
         for path in (ROOT / folder).rglob("*.py"):
             assert f"{prefix}/{path.relative_to(ROOT / folder).as_posix()}" in inside
+
+
+@pytest.mark.slow
+def test_an_editable_install_is_whole(tmp_path: Path) -> None:
+    """In a throw-away environment that sees this one's packages; imported from another folder, and followed when the
+    checkout is edited. torch finds the entry point there."""
+    checkout, place = tmp_path / "checkout", tmp_path / "env"
+    copy_of_the_checkout(checkout)
+    venv.create(place, with_pip=False, symlinks=os.name != "nt")
+    python_there = next(p for p in (place / "bin" / "python", place / "Scripts" / "python.exe") if p.exists())
+    packages = next(place.rglob("site-packages"))
+    (packages / "these.pth").write_text("\n".join(p for p in sys.path if "site-packages" in p))
+
+    def run(*command: str) -> str:
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        told = [python_there, *command]
+        done = subprocess.run(told, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    run("-m", "pip", "install", "-q", "--no-deps", *without_isolation(), "-e", str(checkout))
+    assert run("-c", PARTS) == str(checkout / "kernels" / "cpu" / "__init__.py")
+    assert run("-c", "from hf_offload import recipe; print('quickstart' in recipe.shipped())") == "True"
+    entry = "import importlib.metadata as m; print([e.value for e in m.entry_points(group='torch.backends')])"
+    assert "hf_offload.autoload:install" in run("-c", entry)
+    (checkout / "callbacks" / "new.py").write_text("HERE = 1\n")
+    assert run("-c", "from hf_offload.callbacks import new; print(new.HERE)") == "1"

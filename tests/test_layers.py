@@ -41,6 +41,11 @@ WORLDS = {
     "hf_offload.transport.cuda": frozenset({"numpy", "cupy"}),
     "hf_offload.kernels.cuda": frozenset({"numpy", "cupy"}),
 }
+# what a leaf reaches for by name, late: (module, import) -> why
+LATE = {
+    ("hf_offload.autoload", "hf_offload.compat"): "once transformers has been imported by somebody else",
+    ("hf_offload.hostmem", "psutil"): "on systems without /proc, where it happens to be installed",
+}
 # underscored names of other libraries (neither transformers nor accelerate) that our own modules may touch: why
 FOREIGN_INTERNALS = {
     "_version": "a tensor's version counter; torch documents it and has no other name for it",
@@ -70,8 +75,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
             assert node.level == 0, "relative imports hide the layer"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
-            if node.args and isinstance(node.args[0], ast.Constant):
-                yield str(node.args[0].value)
+            yield from (str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
 
 
 def rank(module: str) -> int:
@@ -99,6 +103,8 @@ def broken_layers(module: str, tree: ast.AST, known: dict[str, Path]) -> list[st
     found = []
     for name in imports(tree):
         top = name.split(".")[0]
+        if (module, name) in LATE:
+            continue
         if top == "hf_offload":
             other = home_of(name, known)
             if rank(other) > mine:
@@ -158,11 +164,9 @@ def test_the_package_itself_imports_nothing_heavy() -> None:
 AFTER = list(LAYERS).index("integration")
 
 
-@pytest.mark.parametrize("module", [m for m in KNOWN if m not in ("hf_offload", "hf_offload.compat")])
+@pytest.mark.parametrize("module", [m for m in KNOWN if rank(m) >= AFTER and m != "hf_offload.compat"])
 def test_internals_of_transformers_and_accelerate_are_touched_in_compat_alone(module: str) -> None:
     """As far as it can be seen: in the modules that may import them, no underscored name but our own."""
-    if rank(module) < AFTER:
-        pytest.skip("cannot import them at all")
     assert foreign_internals(ast.parse(KNOWN[module].read_text(encoding="utf-8"))) == []
 
 

@@ -22,7 +22,7 @@ from hf_offload.engine.hyper import Coefficients
 from hf_offload.engine.pipeline import Pipeline
 from hf_offload.engine.placement import Placement
 from hf_offload.engine.schedules import SCHEDULES, Stages
-from hf_offload.engine.seeding import reseed_masters, seed_masters
+from hf_offload.engine.seeding import reseed_masters, seeded_masters
 from hf_offload.engine.stats import Meter, Stats
 from hf_offload.engine.tensors import check_apart
 from hf_offload.engine.units import find_units
@@ -145,10 +145,10 @@ class Engine:
         self.placement.settle(fresh, 12 * sum(a.plan.numel for a in self.arenas))
         check_apart([*self._place_of, *fresh])
         arena = Arena(fresh, [self._unit_of(p) for p in fresh], self.config.bucket_bytes)
-        seed_masters(arena, self.placement.transport, self.threads, self.config.timeout_s)
-        places = {p: (len(self.arenas), i) for i, p in enumerate(fresh)}
-        # one statement: an interrupt falls before or after it
-        self.arenas, self._place_of = [*self.arenas, arena], {**self._place_of, **places}
+        with seeded_masters(arena, self.placement.transport, self.threads, self.config.timeout_s):
+            places = {p: (len(self.arenas), i) for i, p in enumerate(fresh)}
+            # one statement: an interrupt falls before or after it
+            self.arenas, self._place_of = [*self.arenas, arena], {**self._place_of, **places}
         self.watch.note(fresh)
 
     def _unit_of(self, p: Tensor) -> int:

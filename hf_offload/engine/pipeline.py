@@ -63,9 +63,9 @@ class Pipeline:
         self._jobs: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
         self._pid = os.getpid()
         args = (self._jobs, stages, schedule, self._failure)
-        thread = threading.Thread(target=_serve, args=args, name="hf_offload-step", daemon=True)
-        thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self._jobs, thread, self._pid)
+        self._thread = threading.Thread(target=_serve, args=args, name="hf_offload-step", daemon=True)
+        self._finalizer = weakref.finalize(self, _stop, self._jobs, self._thread, self._pid)
+        self._thread.start()  # last: an interrupt in here leaves no thread that nobody ends
 
     def submit(self, work: StepWork, record: StepRecord) -> None:
         """Hand over a step; the one before must have ended (`wait_all`). Returns at once."""
@@ -108,9 +108,10 @@ class Pipeline:
             self._join(step, len(step.events) - 1)
 
     def close(self) -> None:
-        """End the thread, after the step it is carrying out."""
+        """End the thread, after the step it is carrying out. An interrupted close can be called again."""
         self._wake()
-        self._finalizer()
+        _stop(self._jobs, self._thread, self._pid)
+        self._finalizer.detach()
 
     def _wake(self) -> None:
         """Make sure that the step's thread knows of the newest step: an interrupt may have come right after `submit`
@@ -192,5 +193,6 @@ def _carry_out(step: _Step, stages: Stages, schedule: Schedule) -> BaseException
 def _stop(jobs: queue.SimpleQueue[_Step | None], thread: threading.Thread, pid: int) -> None:
     if os.getpid() == pid:
         jobs.put(None)
-        if not threading.current_thread().name.startswith("hf_offload-"):  # the collector may run on one of ours
+        # the collector may run on one of our threads
+        if thread.is_alive() and not threading.current_thread().name.startswith("hf_offload-"):
             thread.join()

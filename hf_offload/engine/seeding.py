@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -16,13 +17,19 @@ Take = Callable[[int, np.ndarray, np.ndarray, str], None]
 """`take(param, weight_bits, master, wire)`: what to do with a run of a weight and the same run of its master."""
 
 
-def seed_masters(arena: Arena, transport: Transport, threads: int, timeout_s: float) -> None:
+@contextmanager
+def seeded_masters(arena: Arena, transport: Transport, threads: int, timeout_s: float) -> Iterator[None]:
     """Fill `arena.master`: from fp32 values that waited for a parameter (where they still round to its weight), else
-    from the weight itself, as where the parameter was resized meanwhile."""
+    from the weight itself, as where the parameter was resized meanwhile.
+
+    The values are handed over when the context ends. After an exception, Ctrl-C too, they wait again: whoever binds
+    the parameters next needs them.
+    """
     waited: set[int] = set()
     try:
         _seed(arena, waited, transport, threads, timeout_s)
-    except BaseException:  # Ctrl-C, too: whoever binds these parameters next needs the fp32 values
+        yield
+    except BaseException:
         for i in waited:
             give_back_master(arena.params[i], shaped_view(arena.master[arena.slice_of(i)], arena.params[i]))
         raise

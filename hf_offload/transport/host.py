@@ -91,10 +91,9 @@ class _Lane(threading.Thread):
         self._delay = delay
         self._pid = os.getpid()
         self._jobs: queue.SimpleQueue[HostCopy | None] = queue.SimpleQueue()
-        self._submitting = threading.Lock()
         self._closed = False
+        self._ended = False
         self._broken: BaseException | None = None
-        self.start()
 
     def submit(self, copy: HostCopy) -> HostCopy:
         if os.getpid() != self._pid:
@@ -102,18 +101,17 @@ class _Lane(threading.Thread):
                 f"{copy.what}: this process was forked off, and the threads that copy live in its parent only. Make a "
                 "new optimizer here."
             )
-        with self._submitting:  # no copy may slip in behind the closing None, where nobody would ever finish it
-            if self._closed:
-                raise TransportError(f"{copy.what}: the transport is closed. Make a new optimizer.")
-            self._jobs.put(copy)
+        if self._closed:
+            raise TransportError(f"{copy.what}: the transport is closed. Make a new optimizer.")
+        self._jobs.put(copy)
+        if self._ended:  # closed meanwhile: the thread may have looked through the queue for the last time
+            self._fail_rest()
         return copy
 
     def stop(self) -> None:
-        with self._submitting:
-            if not self._closed:
-                self._closed = True
-                self._broken = self._broken or TransportError("the transport was closed")
-                self._jobs.put(None)
+        self._broken = self._broken or TransportError("the transport was closed")
+        self._closed = True
+        self._jobs.put(None)
 
     def run(self) -> None:
         while (copy := self._jobs.get()) is not None:
@@ -127,6 +125,17 @@ class _Lane(threading.Thread):
             except BaseException as error:
                 self._broken = error  # later copies would go out of order: they fail too
                 copy.finish(error)
+        self._ended = True
+        self._fail_rest()
+
+    def _fail_rest(self) -> None:
+        while True:
+            try:
+                copy = self._jobs.get_nowait()
+            except queue.Empty:
+                return
+            if copy is not None:
+                copy.finish(self._broken)
 
     def _pace(self, nbytes: int, start: float) -> None:
         rest = start + self._latency_s + nbytes * self._seconds_per_byte - time.perf_counter()
@@ -163,7 +172,10 @@ class HostTransport:
         self.down: Sequence[np.ndarray] = views[:slots]
         self.up: Sequence[np.ndarray] = views[slots:]
         self._lanes = [_Lane(d, link_gb_s, link_latency_us, delay) for d in ("d2h", "h2d")]
-        self._finalizer = weakref.finalize(self, _stop, self._lanes, os.getpid())
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _stop, self._lanes, self._pid)
+        for lane in self._lanes:  # last: an interrupt in here leaves no thread that nobody ends
+            lane.start()
 
     def mark(self) -> Any:
         return None  # on a CPU whatever was asked for before is already done
@@ -184,7 +196,8 @@ class HostTransport:
         event.wait(timeout_s)
 
     def close(self) -> None:
-        self._finalizer()
+        _stop(self._lanes, self._pid)
+        self._finalizer.detach()
         self.down = self.up = ()
         self.pinned_bytes = 0
 
@@ -210,4 +223,5 @@ def _stop(lanes: list[_Lane], pid: int) -> None:
         lane.stop()
     if not threading.current_thread().name.startswith("hf_offload-"):  # the garbage collector may run on one of ours
         for lane in lanes:
-            lane.join()
+            if lane.is_alive():
+                lane.join()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -256,6 +258,17 @@ def handmade(model: nn.Module, seed: int = 5) -> None:
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def watched_gradients(model: nn.Module) -> list[weakref.ref[Any]]:
+    """Give each fp32 parameter a gradient whose memory can be watched: a reference dies when the memory is freed, not
+    only one of the tensors over it."""
+    found = []
+    for p in model.parameters():
+        memory = np.ones(tuple(p.shape), np.float32)
+        p.grad = torch.from_numpy(memory)
+        found.append(weakref.ref(memory))
+    return found
 
 
 def ours() -> set[threading.Thread]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -19,22 +20,23 @@ class Interrupter:
         self.where: tuple[CodeType, int] | None = None
 
     def run(self, call: Callable[[], Any]) -> bool:
-        """Call `call()`. Returns whether it was interrupted; False once `at` lies behind its end."""
+        """Call `call()`. Returns False once `at` lies behind its end."""
         before = sys.gettrace()
         sys.settrace(self._enter)
         try:
             call()
         except KeyboardInterrupt:
-            return True
+            pass
         finally:
             sys.settrace(before)
-        return False
+        return self.count >= self.at
 
     def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
         return self._inside if any(part in frame.f_code.co_filename for part in self.files) else None
 
     def _inside(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event in ("line", "return"):
+        # As a generator is closed, Python swallows what is raised in it.
+        if event == "line" or (event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR):
             self.count += 1
             if self.count == self.at:
                 self.where = (frame.f_code, frame.f_lineno)

@@ -5,10 +5,10 @@ import threading
 import time
 
 import pytest
-from support.engine_interrupts import Interrupter
-from support.transport import LONG, Kind, segment
 
 from hf_offload.transport import Bell
+from support.engine_interrupts import Interrupter
+from support.transport import LONG, Kind, segment
 
 
 def test_what_is_true_needs_no_bell() -> None:

@@ -12,10 +12,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.transport import KINDS, LONG, Kind, exit_code, fill, ours, packed, segment
 
 from hf_offload.errors import TransportError, WaitTimeout
 from hf_offload.transport import Event, Transport
+from support.transport import KINDS, LONG, Kind, exit_code, fill, ours, packed, segment
 
 DIRECTIONS = ("d2h", "h2d")
 

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from support.engine import ours
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """Whatever a test makes ends with it: closed, or forgotten."""
+    before = ours()
+    yield
+    assert ours() <= before
