@@ -69,8 +69,8 @@ class SummaryCallback(TrainerCallback):
         self._optimizer = offload_optimizer(optimizer)
         if self._optimizer is not None:
             stats = self._optimizer.stats()
-            if stats.steps:
-                self._steps[stats.steps] = stats
+            if stats.step:  # the step these figures are of; a newer one may be under way
+                self._steps[stats.step] = stats
 
     @property
     def last(self) -> Stats | None:

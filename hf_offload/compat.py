@@ -258,8 +258,8 @@ def _abandon_step(trainer: Any) -> None:
     if optimizer is None:
         return
     try:
-        optimizer.synchronize()
-        optimizer.zero_grad()
+        optimizer.zero_grad()  # first: out of memory, the next line may fail, and stale gradients would be added to
+        optimizer.engine.wait_all()  # not synchronize(): that allocates
     except Exception:
         logger.warning("hf_offload: the optimizer could not be brought to rest after an error", exc_info=True)
     scaler = getattr(trainer.accelerator, "scaler", None)

@@ -38,6 +38,9 @@ class Arena:
         self._layouts = [layout_of(p) for p in self.params]
         self.bucket_params = [np.array([p.param for p in b.pieces]) for b in self.plan.buckets]
         self.bucket_bounds = [np.array([p.offset for p in b.pieces] + [b.numel], np.int64) for b in self.plan.buckets]
+        self.piece_counts = np.bincount(
+            np.array([p.param for b in self.plan.buckets for p in b.pieces], np.int64), minlength=len(self.params)
+        )
         self.set_units(units)
 
     def set_units(self, units: Sequence[int]) -> None:

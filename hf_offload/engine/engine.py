@@ -62,7 +62,7 @@ class Engine:
         self._pipeline: Pipeline | None = None
         self._last_of_unit: dict[int, int] = {}
         self._waited_to = -1
-        self._kept: list[Gradient] = []
+        self._may_be_kept: list[tuple[Tensor, int]] = []  # parameters and the addresses of their gradients
         self._skipped = 0
         self._peak_gradient_bytes = 0
         self._closed = False
@@ -172,7 +172,7 @@ class Engine:
             buckets = bucket_works(taken, self._unit_name, self._rank())
             self._waited_to = -1
             self._last_of_unit = {unit: k for k, w in enumerate(buckets) for unit in w.units}
-            self._kept = list(grads) if pipeline.schedule.returns_at_once else []
+            self._may_be_kept = [(g.param, g.value.data_ptr()) for g in grads]
             pipeline.submit(StepWork(taken, buckets), record)
             if pipeline.schedule.returns_at_once:
                 self._wait_units({OUTSIDE})  # no hook of ours tells when these are read
@@ -243,7 +243,7 @@ class Engine:
         if self._pipeline is not None and (self._pipeline.running or self._pipeline.failed):
             with self.meter.waiting():
                 self._pipeline.wait_all()
-        self._kept = []
+        self._may_be_kept = []
 
     def wait_outsider(self) -> None:
         """As `wait_all`, for somebody who may read or write the weights: the next step looks whether they did."""
@@ -256,7 +256,7 @@ class Engine:
         self._wait_units(self._unguarded())
 
     def wait_gradients(self) -> None:
-        """Wait until `.grad` may be written to: all copies of gradients have ended."""
+        """Wait until `.grad` may be written to. The whole step is waited for, a little longer than its copies take."""
         self.wait_all()
 
     def _unguarded(self) -> set[int]:
@@ -273,9 +273,9 @@ class Engine:
 
     def _wait_for_kept_gradients(self) -> None:
         """Gradients that nobody dropped after `step()` go on accumulating: not before their copies have ended."""
-        if any(g.param.grad is g.value for g in self._kept):
+        if any(p.grad is not None and p.grad.data_ptr() == address for p, address in self._may_be_kept):
             self.wait_gradients()
-        self._kept = []
+        self._may_be_kept = []
 
     # ---- what the hooks on the model call
 
@@ -305,7 +305,7 @@ class Engine:
         self.watch.suspect_all()
 
     def _before_forward(self) -> None:
-        if self._kept:
+        if self._may_be_kept:
             self._wait_for_kept_gradients()
         if not self._bound and not self._closed and torch.is_grad_enabled():
             self.bind_trainable()
@@ -403,7 +403,8 @@ def _arena_work(arena: Arena, entries: Sequence[tuple[int, Gradient]], rows: Coe
         weight_pointers[i] = g.param.data_ptr()
         table[i] = rows.row(g.group, int(arena.steps[i]) + 1)
     stepped = np.array([i for i, _ in entries])
-    return ArenaWork(arena, grads, weights, versions, [], grad_pointers, weight_pointers, table, stepped)
+    pieces = arena.piece_counts.copy()
+    return ArenaWork(arena, grads, weights, versions, [], grad_pointers, weight_pointers, table, stepped, pieces)
 
 
 def _threads(asked: int | None) -> int:

@@ -27,7 +27,7 @@ class _Step:
         self.work: StepWork | None = work
         self.record = record
         self.mark = mark
-        self.names = [w.name for w in work.buckets]
+        self.arrivals = [w.arrival_check() for w in work.buckets]
         self.events: list[Event] = []
         self.bell = Bell()
         self.taken = False
@@ -139,9 +139,10 @@ class Pipeline:
             except TransportError as error:
                 raise _failed(error) from error
             self._joined += 1
+            step.arrivals[self._joined - 1].unwritten()
 
     def _timeout(self, step: _Step, k: int) -> WaitTimeout:
-        what = step.names[k] if k < len(step.names) else "the end of the step"
+        what = step.arrivals[k].name if k < len(step.arrivals) else "the end of the step"
         cause = f"waited in vain for {what}; no copy and no host step ended meanwhile"
         remedy = "Look for a stuck copy or thread; raise timeout_s if the machine is only slow"
         return WaitTimeout(explain("timeout_s", self._stages.timeout_s, cause, remedy))

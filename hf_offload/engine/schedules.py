@@ -61,6 +61,7 @@ class Stages:
         self.record.d2h += end - start
         self.record.d2h_bytes += arrived.nbytes
         work.check_gradients_unchanged()
+        work.let_go_of_gradients()
         self._release(slot)
         bucket, arena = work.bucket, work.work.arena
         at = slice(bucket.start, bucket.start + bucket.numel)

@@ -14,7 +14,6 @@ from hf_offload.errors import UnsupportedError, explain
 
 WIRE = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 NUMPY_WIRE = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.float32}
-TORCH_WIRE = {name: dtype for dtype, name in WIRE.items()}
 
 
 def check_parameter(p: Tensor, number: int) -> None:

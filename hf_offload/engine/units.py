@@ -87,19 +87,13 @@ def _output_embeddings(model: nn.Module) -> nn.Module | None:
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost repeated blocks of `model`, by name, in registration order."""
+    """The repeated blocks of `model`, by name, in registration order; some may lie inside others."""
     classes = {c for m in model.modules() for c in (getattr(m, "_no_split_modules", None) or ())}
     named = [(n, m) for n, m in model.named_modules() if type(m).__name__ in classes]
     for kind in (nn.ModuleList, nn.Sequential):
         if not named:
             named = [(f"{n}.{k}".lstrip("."), c) for n, m in model.named_modules() for k, c in _children(m, kind)]
-    outer: list[tuple[str, nn.Module]] = []
-    inside: set[int] = set()
-    for name, module in named:
-        if id(module) not in inside:
-            outer.append((name, module))
-        inside.update(id(m) for m in module.modules())
-    return outer
+    return named
 
 
 def _children(module: nn.Module, kind: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -26,10 +26,11 @@ class ArenaWork:
         grad_pointers, weight_pointers: device addresses; 0 where a parameter is not stepped.
         coefficients: float32[params, NUM_COEF], inactive rows where a parameter is not stepped.
         stepped: int64, the indices of those that are stepped.
+        pieces_left: int64[params], the pieces of each whose copies have not ended.
     """
 
     arena: Arena
-    grads: Sequence[Tensor | None]
+    grads: list[Tensor | None]
     weights: Sequence[Tensor | None]
     versions: Sequence[int]
     weight_versions: list[int]
@@ -37,9 +38,46 @@ class ArenaWork:
     weight_pointers: Sequence[int]
     coefficients: np.ndarray
     stepped: np.ndarray
+    pieces_left: np.ndarray
+
+    @property
+    def is_stepped(self) -> np.ndarray:
+        """bool[params]."""
+        mask = np.zeros(len(self.weights), bool)
+        mask[self.stepped] = True
+        return mask
+
+    def let_go(self, param: int) -> None:
+        """One more piece of a gradient has been copied. After its last one the gradient is not held any longer,
+        unless the parameter still has it: then nothing is gained, and it is looked at once more at the end."""
+        self.pieces_left[param] -= 1
+        if self.pieces_left[param] == 0:
+            grad = self.arena.params[param].grad
+            if grad is None or grad.data_ptr() != self.grad_pointers[param]:
+                self.grads[param] = None
 
     def note_weights(self) -> None:
         self.weight_versions[:] = [0 if w is None else w._version for w in self.weights]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalCheck:
+    """The weights of one bucket and their version counters since `step()`, looked at when they are first waited for.
+
+    Until then nobody may write to them; from then on everybody may, an embedding with `max_norm` in its forward, say.
+    """
+
+    name: str
+    params: Sequence[Tensor]
+    versions: Sequence[int]
+
+    def unwritten(self) -> None:
+        """Raise StateError if a version counter moved: the copy may have overwritten what was written."""
+        if any(p._version != version for p, version in zip(self.params, self.versions)):
+            raise StateError(
+                f"{self.name}: a weight was written to while the step's result was on its way to it, and may have been "
+                "overwritten. Call optimizer.synchronize() before you write to weights, and write it again."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +135,24 @@ class BucketWork:
                     "to go on."
                 )
 
+    def arrival_check(self) -> ArrivalCheck:
+        work = self.work
+        found = [p.param for p in self.bucket.pieces if work.weights[p.param] is not None]
+        return ArrivalCheck(self.name, [work.arena.params[i] for i in found], [work.weight_versions[i] for i in found])
+
     def _segments(self, pointers: Sequence[int], owners: Sequence[Tensor | None]) -> list[Segment]:
         size = self.bucket.itemsize
         return [
             Segment(pointers[p.param] + p.start * size, p.length * size, p.offset * size, owners[p.param])
             for p in self.bucket.pieces
-            if self.work.grads[p.param] is not None
+            if self.work.weights[p.param] is not None
         ]
+
+    def let_go_of_gradients(self) -> None:
+        """The bucket's gradients are on the host: the device may have their memory back."""
+        for piece in self.bucket.pieces:
+            if self.work.weights[piece.param] is not None:
+                self.work.let_go(piece.param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +183,7 @@ def bucket_works(
     """Every bucket with something to step, in the order forward needs its unit (`rank[unit]`)."""
     found = []
     for work in works:
-        stepped = np.array([g is not None for g in work.grads])
+        stepped = work.is_stepped
         for i, units in enumerate(work.arena.bucket_units):
             if stepped[work.arena.bucket_params[i]].any():
                 first = min(units, key=rank.__getitem__)

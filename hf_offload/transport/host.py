@@ -64,14 +64,26 @@ class HostCopy:
     def span(self) -> tuple[float, float]:
         return self._span
 
-    def run(self, pace: Callable[[int, float], None]) -> None:
-        """Move the bytes, then let `pace(nbytes, start)` hold the copy up to the emulated link's speed."""
+    def run(self, seconds: float, moving: float) -> float:
+        """Move the bytes so that they arrive `seconds` from now at the earliest, and not before.
+
+        Args:
+            seconds: what an emulated link takes; 0 for none.
+            moving: what the move itself is expected to take of that.
+
+        Returns:
+            The seconds the move itself took.
+        """
         start = time.perf_counter()
+        time.sleep(max(0.0, seconds - moving))
+        begin = time.perf_counter()
         for destination, source, nbytes in self._moves:
             ctypes.memmove(destination, source, nbytes)  # releases the GIL
-        pace(self.nbytes, start)
+        took = time.perf_counter() - begin
+        time.sleep(max(0.0, start + seconds - time.perf_counter()))
         self._span = (start, time.perf_counter())
         self.finish(None)
+        return took
 
     def finish(self, error: BaseException | None) -> None:
         self._error = error
@@ -88,6 +100,7 @@ class _Lane(threading.Thread):
         self._direction = direction
         self._seconds_per_byte = 0.0 if link_gb_s is None else 1.0 / (link_gb_s * 1e9)
         self._latency_s = link_latency_us * 1e-6
+        self._moving_per_byte = 0.0  # seconds, as the last copy showed
         self._delay = delay
         self._pid = os.getpid()
         self._jobs: queue.SimpleQueue[HostCopy | None] = queue.SimpleQueue()
@@ -121,7 +134,7 @@ class _Lane(threading.Thread):
             try:
                 if self._delay is not None:
                     time.sleep(self._delay(self._direction, copy.nbytes))
-                copy.run(self._pace)
+                self._copy(copy)
             except BaseException as error:
                 self._broken = error  # later copies would go out of order: they fail too
                 copy.finish(error)
@@ -137,10 +150,10 @@ class _Lane(threading.Thread):
             if copy is not None:
                 copy.finish(self._broken)
 
-    def _pace(self, nbytes: int, start: float) -> None:
-        rest = start + self._latency_s + nbytes * self._seconds_per_byte - time.perf_counter()
-        if rest > 0:
-            time.sleep(rest)
+    def _copy(self, copy: HostCopy) -> None:
+        seconds = self._latency_s + copy.nbytes * self._seconds_per_byte
+        took = copy.run(seconds, copy.nbytes * self._moving_per_byte)
+        self._moving_per_byte = took / copy.nbytes if copy.nbytes else self._moving_per_byte
 
 
 class HostTransport:

@@ -9,6 +9,7 @@ import math
 
 import numba
 import numpy as np
+
 from hf_offload.kernels.cpu import jit
 from hf_offload.kernels.cpu.bits import enter_ieee, leave_ieee, narrow_as, one_nan, widen_one
 from hf_offload.kernels.cpu.wire import Array, as_flat, as_float32, as_wire

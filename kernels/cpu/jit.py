@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
-from hf_offload.kernels.cpu.cache import find_cache_dir, numba_caches_in
 from numba.core import event
 
 from hf_offload.errors import UnsupportedError, explain
+from hf_offload.kernels.cpu.cache import find_cache_dir, numba_caches_in
 
 log = logging.getLogger("hf_offload")
 config: Any = numba.config

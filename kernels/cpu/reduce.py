@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numba
 import numpy as np
+
 from hf_offload.kernels.cpu import jit
 from hf_offload.kernels.cpu.bits import bits_of, enter_ieee, leave_ieee, widen_one
 from hf_offload.kernels.cpu.wire import Array, as_flat, as_wire

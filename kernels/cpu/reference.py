@@ -7,6 +7,7 @@ float32 operations in the same order.
 from __future__ import annotations
 
 import numpy as np
+
 from hf_offload.kernels.cpu import adam, reduce
 from hf_offload.kernels.cpu.wire import Array
 

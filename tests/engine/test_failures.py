@@ -170,12 +170,13 @@ def test_a_wait_in_vain_names_what_it_waited_for(direction: str, then: str) -> N
         NEXT[then](model, optimizer)
     named = r"bucket \d+ of unit|copy of (gradients|weights)|end of the step"
     assert any(re.search(named, str(e)) for e in (caught.value, root_cause(caught.value)))
+    pipeline = optimizer.engine._pipeline
+    deadline = time.monotonic() + LONG
+    while not pipeline.failed and time.monotonic() < deadline:
+        time.sleep(0.01)  # until the step's thread has given up as well
     hold.release()
     with pytest.raises(StateError):
-        deadline = time.monotonic() + LONG
-        while time.monotonic() < deadline:
-            optimizer.synchronize()  # until the step's thread has given up as well
-            time.sleep(0.01)
+        optimizer.synchronize()
     with pytest.raises(StateError):
         optimizer.close()
 
@@ -224,10 +225,16 @@ def test_a_real_ctrl_c_in_a_wait_leaves_the_step_to_end_by_itself(schedule: str)
     _, twin, reference = held("none", LONG, "in_order")
     reference.step()
     hold.close()
-    threading.Timer(0.1, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)).start()
+
+    def interrupt() -> None:
+        hold.reached.wait(LONG)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
-        model(next(batches()))
+        while True:
+            model(next(batches()))
     hold.release()
     for o, m in ((optimizer, model), (reference, twin)):
         o.zero_grad()

@@ -12,6 +12,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from hf_offload.kernels import cpu
 from hf_offload.kernels.cpu import reference
 

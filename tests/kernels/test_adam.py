@@ -6,12 +6,12 @@ import math
 
 import numpy as np
 import pytest
-from hf_offload.kernels import cpu
-from hf_offload.kernels.cpu import adam, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload.errors import ConfigError
+from hf_offload.kernels import cpu
+from hf_offload.kernels.cpu import adam, reference
 
 WIRES = ["bfloat16", "float16", "float32"]
 DEFAULTS = {

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
 from hf_offload.kernels.cpu import cache, jit
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from hf_offload.kernels import cpu
-from hf_offload.kernels.cpu import reduce, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from hf_offload.kernels import cpu
+from hf_offload.kernels.cpu import reduce, reference
 
 WIRES = ["bfloat16", "float16", "float32"]
 TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16}

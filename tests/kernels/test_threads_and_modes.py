@@ -11,9 +11,10 @@ import sys
 import llvmlite.binding as llvm
 import numpy as np
 import pytest
+from llvmlite import ir
+
 from hf_offload.kernels import cpu
 from hf_offload.kernels.cpu import bits, jit, reference
-from llvmlite import ir
 
 WIRES = ["bfloat16", "float16", "float32"]
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import llvmlite.binding as llvm
 import numba
 import pytest
-from hf_offload.kernels.cpu import adam, cast, jit, reduce
 from numba import types
+
+from hf_offload.kernels.cpu import adam, cast, jit, reduce
 
 F32, COEF, BOUNDS = types.float32[::1], types.float32[:, ::1], types.int64[::1]
 VIEW = {"bfloat16": types.uint16[::1], "float16": types.int16[::1], "float32": F32}
