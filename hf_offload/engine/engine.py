@@ -27,7 +27,7 @@ from hf_offload.engine.stats import Meter, Stats
 from hf_offload.engine.tensors import check_apart
 from hf_offload.engine.units import find_units
 from hf_offload.engine.watch import WeightWatch
-from hf_offload.engine.work import ArenaWork, StepWork, bucket_works
+from hf_offload.engine.work import ArenaWork, StepWork, bucket_works, version_counter
 from hf_offload.errors import ConfigError, StateError, UnsupportedError, explain
 from hf_offload.kernels import cpu
 
@@ -394,17 +394,20 @@ def _arena_work(arena: Arena, entries: Sequence[tuple[int, Gradient]], rows: Coe
     count = len(arena.params)
     grads: list[Tensor | None] = [None] * count
     weights: list[Tensor | None] = [None] * count
+    counters: list[Tensor | None] = [None] * count
     versions, grad_pointers, weight_pointers = [0] * count, [0] * count, [0] * count
     table = np.tile(cpu.INACTIVE, (count, 1))
     for i, g in entries:
         grads[i], weights[i] = g.value.detach(), g.param.detach()  # the memory, whatever `.data = ...` puts there since
-        versions[i] = g.value._version
+        counters[i], versions[i] = version_counter(g.value), g.value._version
         grad_pointers[i] = g.value.data_ptr()
         weight_pointers[i] = g.param.data_ptr()
         table[i] = rows.row(g.group, int(arena.steps[i]) + 1)
     stepped = np.array([i for i, _ in entries])
     pieces = arena.piece_counts.copy()
-    return ArenaWork(arena, grads, weights, versions, [], grad_pointers, weight_pointers, table, stepped, pieces)
+    return ArenaWork(
+        arena, grads, counters, weights, versions, [], grad_pointers, weight_pointers, table, stepped, pieces
+    )
 
 
 def _threads(asked: int | None) -> int:

@@ -18,8 +18,12 @@ from hf_offload.transport import Segment
 class ArenaWork:
     """The parameters of one arena that are stepped, by their index in it.
 
+    The step's thread never reads `p.grad`: backward writes it in C++ without the GIL.
+
     Attributes:
-        grads: each parameter's gradient in the parameter's memory order, None where it is not stepped.
+        grads: each parameter's gradient in the parameter's memory order; None where it is not stepped, and once it has
+            been copied.
+        counters: tensors without memory that share the gradients' version counters.
         weights: each stepped parameter's memory as it was when the step was taken: `p.data = ...` may swap it since.
         versions: the gradients' version counters when they were taken.
         weight_versions: the weights', by `note_weights`, after the step has moved them.
@@ -31,6 +35,7 @@ class ArenaWork:
 
     arena: Arena
     grads: list[Tensor | None]
+    counters: Sequence[Tensor | None]
     weights: Sequence[Tensor | None]
     versions: Sequence[int]
     weight_versions: list[int]
@@ -48,13 +53,10 @@ class ArenaWork:
         return mask
 
     def let_go(self, param: int) -> None:
-        """One more piece of a gradient has been copied. After its last one the gradient is not held any longer,
-        unless the parameter still has it: then nothing is gained, and it is looked at once more at the end."""
+        """One more piece of a gradient has been copied. After its last one the gradient is not held any longer."""
         self.pieces_left[param] -= 1
         if self.pieces_left[param] == 0:
-            grad = self.arena.params[param].grad
-            if grad is None or grad.data_ptr() != self.grad_pointers[param]:
-                self.grads[param] = None
+            self.grads[param] = None
 
     def note_weights(self) -> None:
         self.weight_versions[:] = [0 if w is None else w._version for w in self.weights]
@@ -112,8 +114,8 @@ class BucketWork:
             StateError: a gradient's version counter moved.
         """
         for piece in self.bucket.pieces:
-            grad = self.work.grads[piece.param]
-            if grad is not None and grad._version != self.work.versions[piece.param]:
+            counter = self.work.counters[piece.param]
+            if counter is not None and counter._version != self.work.versions[piece.param]:
                 raise StateError(
                     f"{self.name}: a gradient was written to while optimizer.step() was still copying it, so the "
                     "step read a mixture. Use optimizer.zero_grad() instead of model.zero_grad(set_to_none=False), or "
@@ -175,6 +177,13 @@ class StepWork:
         """
         for work in self.buckets:
             work.check_gradients_unchanged()
+
+
+def version_counter(t: Tensor) -> Tensor:
+    """A tensor that shares `t`'s version counter and holds none of its memory."""
+    counter = t.detach()
+    counter.data = counter.new_empty(0)
+    return counter
 
 
 def bucket_works(
