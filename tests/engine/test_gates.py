@@ -125,6 +125,33 @@ def test_recomputing_blocks_in_backward_changes_nothing(reentrant: bool) -> None
     optimizer.close()
 
 
+def test_a_compiled_model_waits_as_well() -> None:
+    """torch.compile leaves the hooks to Python, whichever of the two models is attached."""
+
+    def run(schedule: str, attach: str) -> tuple[list[float], dict[str, Tensor]]:
+        with copies(late("h2d", 2e-3) if schedule == "overlapped" else None):
+            model = TinyLM()
+            compiled = torch.compile(model, backend="eager")
+            given = compiled if attach == "compiled" else model
+            optimizer = OffloadAdam(groups(model), lr=1e-2, config=settings(schedule), model=given)
+        data, losses = batches(), []
+        for _ in range(3):
+            loss = compiled(next(data))
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        assert gates_of(optimizer).order == [0, 1, 2, 3, 4] and gates_of(optimizer).at_root == set()
+        optimizer.close()
+        return losses, weights(model)
+
+    expected = run("in_order", "plain")
+    for attach in ("plain", "compiled"):
+        found = run("overlapped", attach)
+        assert found[0] == expected[0] and same(found[1], expected[1])
+
+
 def test_the_last_block_is_the_one_that_ran_last_not_the_one_registered_last() -> None:
     class Backwards(TinyLM):
         def hidden(self, ids: Tensor) -> Tensor:

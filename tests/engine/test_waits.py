@@ -177,18 +177,22 @@ def test_where_no_forward_was_seen_everything_is_awaited_at_the_root() -> None:
 
 def test_train_waits_for_what_no_hook_guards() -> None:
     """`optimizer.train()` stands before every micro-batch of a Trainer: bare weights are right after it."""
-    data = batches()
-    with copies(late("h2d", 3e-3)):
+    hold = Hold("h2d")
+    with copies(hold):
         model = ReadsFirst()
         optimizer = optimizer_of(model, settings("overlapped"))
     twin = ReadsFirst()
     reference = optimizer_of(twin, settings("in_order"))
-    for _ in range(2):
+    data = batches()
+    for last in (False, True):
         ids = next(data)
-        for m, o in ((model, optimizer), (twin, reference)):
+        for m, o in ((twin, reference), (model, optimizer)):
             m(ids).backward()
+            if last and m is model:
+                hold.close()
             o.step()
             o.zero_grad()
+    hold.release(after=LATE)
     optimizer.train()
     assert torch.equal(model.gain.weight, twin.gain.weight)
     optimizer.close()
