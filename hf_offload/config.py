@@ -11,9 +11,10 @@ from typing import Any
 
 from hf_offload.errors import ConfigError, explain, nearest
 
-SCHEDULES = ("auto", "in_order", "overlapped")
+SCHEDULES = ("auto", "in_order", "overlapped", "delayed")
 TRANSPORTS = ("auto", "host", "cuda")
 SKIP_NONFINITE = ("when_clipping", "always", "never")
+ACCUMULATE_DTYPES = ("wire", "float32")
 MIB = 1 << 20
 
 
@@ -30,7 +31,9 @@ class OffloadConfig:
     """
 
     schedule: str = _doc(
-        "auto | in_order | overlapped; auto: overlapped on CUDA with a model, else in_order", default="auto"
+        "auto | in_order | overlapped | delayed (inexact: one step stale); auto: overlapped on CUDA with a model, "
+        "else in_order",
+        default="auto",
     )
     transport: str = _doc("auto | host | cuda; auto: by the parameters' device", default="auto")
     link_gb_s: float | None = _doc("emulated link speed each way, 1e9 bytes/s; host transport only", default=None)
@@ -47,6 +50,18 @@ class OffloadConfig:
         "under bf16/fp16 training, fp32 weights become 16-bit and their fp32 values the masters", default=True
     )
     timeout_s: float = _doc("seconds a wait may take before it raises", default=600.0)
+    stream_gradients: bool = _doc("gradients leave the device during backward, bucket by bucket", default=False)
+    accumulate_dtype: str = _doc(
+        "wire | float32: how micro-batches add up on the host; wire rounds to nearest even, as autograd does",
+        default="wire",
+    )
+    shadow_bytes: int = _doc(
+        "host memory in which buckets are stepped during backward on a guess, bytes, 14 a parameter; 0: none",
+        default=0,
+    )
+    delay_warmup_steps: int = _doc("exact steps before schedule='delayed' begins to delay", default=10)
+    timeline: str | None = _doc("a Chrome trace of the steps' phases is written to this file", default=None)
+    poison: bool = _doc("debug: weights in flight are NaN, so that whoever reads them too early shows", default=False)
 
     def __new__(cls, **given: Any) -> OffloadConfig:
         known = [f.name for f in dataclasses.fields(cls)]
@@ -66,8 +81,15 @@ class OffloadConfig:
         _integer("threads", self.threads, optional=True)
         _integer("max_host_bytes", self.max_host_bytes, optional=True)
         _number("timeout_s", self.timeout_s, above=0.0)
-        if not isinstance(self.cast_fp32_weights, bool):
-            raise ConfigError(explain("cast_fp32_weights", self.cast_fp32_weights, "not a bool", "Use true or false"))
+        _one_of("accumulate_dtype", self.accumulate_dtype, ACCUMULATE_DTYPES)
+        _integer("shadow_bytes", self.shadow_bytes, least=0)
+        _integer("delay_warmup_steps", self.delay_warmup_steps, least=0)
+        for name in ("cast_fp32_weights", "stream_gradients", "poison"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(explain(name, getattr(self, name), "not a bool", "Use true or false"))
+        if self.timeline is not None and (not isinstance(self.timeline, str) or not self.timeline):
+            raise ConfigError(explain("timeline", self.timeline, "not a path", "Give the name of a file, or None"))
+        self._check_streaming()
         emulated = "link_gb_s" if self.link_gb_s is not None else "link_latency_us" if self.link_latency_us else None
         if self.transport == "cuda" and emulated:
             raise ConfigError(
@@ -78,6 +100,16 @@ class OffloadConfig:
                     "Leave it out, or use transport='host'",
                 )
             )
+
+    def _check_streaming(self) -> None:
+        remedy = "Set stream_gradients=true, or leave it out"
+        for name, default in (("accumulate_dtype", "wire"), ("shadow_bytes", 0)):
+            if getattr(self, name) != default and not self.stream_gradients:
+                raise ConfigError(explain(name, getattr(self, name), "gradients are not streamed", remedy))
+        if self.stream_gradients and self.schedule == "delayed":
+            cause = "the delayed host step still reads the gradients on the host while the next ones would arrive"
+            remedy = "Leave stream_gradients out, or use schedule='overlapped' (with shadow_bytes it is exact and hidden)"
+            raise ConfigError(explain("stream_gradients", True, f"with schedule='delayed', {cause}", remedy))
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> OffloadConfig:
@@ -122,13 +154,14 @@ def _one_of(name: str, value: Any, valid: tuple[str, ...]) -> None:
         raise ConfigError(explain(name, value, f"not a valid {name}", nearest(str(value), valid)))
 
 
-def _integer(name: str, value: Any, optional: bool = False) -> None:
+def _integer(name: str, value: Any, optional: bool = False, least: int = 1) -> None:
     if optional and value is None:
         return
+    remedy = f"Give a whole number of at least {least}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(explain(name, value, "not an integer", "Give a whole number of at least 1"))
-    if value < 1:
-        raise ConfigError(explain(name, value, "below 1", "Give a whole number of at least 1"))
+        raise ConfigError(explain(name, value, "not an integer", remedy))
+    if value < least:
+        raise ConfigError(explain(name, value, f"below {least}", remedy))
 
 
 def _number(

@@ -30,9 +30,15 @@ DEFAULTS = {
     "skip_nonfinite": "when_clipping",
     "cast_fp32_weights": True,
     "timeout_s": 600.0,
+    "stream_gradients": False,
+    "accumulate_dtype": "wire",
+    "shadow_bytes": 0,
+    "delay_warmup_steps": 10,
+    "timeline": None,
+    "poison": False,
 }
 OTHERS: dict[str, list[Any]] = {
-    "schedule": ["in_order", "overlapped"],
+    "schedule": ["in_order", "overlapped", "delayed"],
     "transport": ["host", "cuda"],
     "link_gb_s": [16, 0.5],
     "link_latency_us": [0, 10, 2.5],
@@ -43,10 +49,16 @@ OTHERS: dict[str, list[Any]] = {
     "skip_nonfinite": ["always", "never"],
     "cast_fp32_weights": [False],
     "timeout_s": [1, 0.25],
+    "stream_gradients": [True],
+    "accumulate_dtype": [],
+    "shadow_bytes": [0],
+    "delay_warmup_steps": [0, 1, 1000],
+    "timeline": ["trace.json", "a/b c.json"],
+    "poison": [True],
 }
 NAN, INF = math.nan, math.inf
 BAD: dict[str, list[Any]] = {
-    "schedule": ["delayed", "Overlapped", "", None, 1, ["auto"]],
+    "schedule": ["late", "Overlapped", "", None, 1, ["auto"]],
     "transport": ["gpu", "HOST", None, True],
     "link_gb_s": [0, -1.0, NAN, INF, "16", True, [1]],
     "link_latency_us": [-1, NAN, INF, None, "0", False],
@@ -57,6 +69,12 @@ BAD: dict[str, list[Any]] = {
     "skip_nonfinite": ["sometimes", None, True, False],
     "cast_fp32_weights": [None, 0, 1, "true", "false"],
     "timeout_s": [0, -1, NAN, INF, None, "600", True],
+    "stream_gradients": [None, 0, "true"],
+    "accumulate_dtype": ["bfloat16", None, "float32"],
+    "shadow_bytes": [-1, None, 1e9, True, 14],
+    "delay_warmup_steps": [-1, None, 0.5, False],
+    "timeline": ["", 1, True],
+    "poison": [None, 1, "yes"],
 }
 
 
@@ -109,7 +127,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, nearest: str | N
     hint = f"Did you mean '{nearest}'\\? " if nearest else ""
     for make in (lambda: OffloadConfig(**{name: 1}), lambda: OffloadConfig.from_strings({name: "1"})):
         with pytest.raises(
-            ConfigError, match=f"^{name}=.*unknown setting of OffloadConfig. {hint}Valid: bucket_bytes, "
+            ConfigError, match=f"^{name}=.*unknown setting of OffloadConfig. {hint}Valid: accumulate_dtype, bucket_bytes, "
         ):
             make()
     with pytest.raises(ConfigError, match="unknown setting"):
@@ -118,10 +136,22 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, nearest: str | N
         OffloadConfig.from_mapping({name: 1})
 
 
-@pytest.mark.parametrize("later", ["stream_gradients", "shadow_bytes", "timeline", "state_dtype", "shard_state"])
+@pytest.mark.parametrize("later", ["device_state_bytes", "state_dtype", "shard_state"])
 def test_fields_that_come_later_are_not_there_yet(later: str) -> None:
     with pytest.raises(ConfigError, match=f"{later}=.*unknown setting"):
         OffloadConfig(**{later: 1})
+
+
+@pytest.mark.parametrize(("name", "value"), [("accumulate_dtype", "float32"), ("shadow_bytes", 1 << 20)])
+def test_what_belongs_to_streaming_needs_it(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}={value!r}: gradients are not streamed. Set stream_gradients=true"):
+        OffloadConfig(**{name: value})
+    assert getattr(OffloadConfig(stream_gradients=True, **{name: value}), name) == value
+
+
+def test_delayed_and_streamed_do_not_go_together() -> None:
+    with pytest.raises(ConfigError, match=r"stream_gradients=True: with schedule='delayed'.*schedule='overlapped'"):
+        OffloadConfig(schedule="delayed", stream_gradients=True)
 
 
 @pytest.mark.parametrize("name", ["link_gb_s", "link_latency_us"])

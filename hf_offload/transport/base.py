@@ -69,6 +69,10 @@ class Transport(Protocol):
         """A point in the calling thread's current device stream; copies can be told to start after it."""
         ...
 
+    def here(self) -> int:
+        """Which device stream is the calling thread's current one; 0 without a device. `join` counts for that alone."""
+        ...
+
     def to_host(self, segments: Sequence[Segment], slot: int, after: Any) -> Event:
         """Copy `segments` into `down[slot]`, after `after` (a mark or None) has been reached on the device."""
         ...
