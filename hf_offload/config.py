@@ -108,7 +108,7 @@ class OffloadConfig:
                 raise ConfigError(explain(name, getattr(self, name), "gradients are not streamed", remedy))
         if self.stream_gradients and self.schedule == "delayed":
             cause = "the delayed host step still reads the gradients on the host while the next ones would arrive"
-            remedy = "Leave stream_gradients out, or use schedule='overlapped' (with shadow_bytes it is exact and hidden)"
+            remedy = "Leave stream_gradients out, or use schedule='overlapped', with shadow_bytes"
             raise ConfigError(explain("stream_gradients", True, f"with schedule='delayed', {cause}", remedy))
 
     @classmethod
