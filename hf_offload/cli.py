@@ -313,6 +313,37 @@ def copy_recipe(
         typer.echo(f"Wrote {path}")
 
 
+@app.command("timeline", epilog=_EXIT_CODES)
+@_guarded
+def draw_timeline(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What a run with offload.timeline=FILE wrote.")],
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--output", "-o", help="The picture: png, svg, pdf ... Default: FILE with .png.", metavar="FILE"),
+    ] = None,
+    steps: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="First and last step to show. Default: three from the middle.", metavar="A:B"),
+    ] = None,
+    width: Annotated[int, typer.Option(help="Pixels.", metavar="N")] = 1600,
+    debug: Debug = False,
+) -> None:
+    """Draw a timeline: compute, gradients down, host step and weights up, and where training waited.
+
+    The same file opens in https://ui.perfetto.dev. For example:
+
+    hf-offload train quickstart offload.timeline=trace.json
+
+    hf-offload timeline trace.json -o trace.png
+    """
+    from hf_offload import timeline_plot
+
+    picture = output or file.with_suffix(".png")
+    window = timeline_plot.draw(file, picture, steps, width)
+    hidden = "" if window.hidden_fraction is None else f", {timeline_plot.percent(window.hidden_fraction)} hidden"
+    typer.echo(f"Wrote {picture}: steps {window.first} to {window.last}{hidden}")
+
+
 @app.command()
 @_guarded
 def env(as_json: JsonOut = False, debug: Debug = False) -> None:

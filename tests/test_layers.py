@@ -31,7 +31,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     ),
     "cli": (
         ("cli", "launch", "recipe", "recipes", "strict_yaml", "models", "model_shapes", "data", "training", "planning",
-         "report", "environment", "bench"),
+         "report", "environment", "bench", "timeline_plot"),
         frozenset({"numpy", "torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "yaml",
                    "rich", "typer", "click"}),
     ),
@@ -40,6 +40,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
 WORLDS = {
     "hf_offload.transport.cuda": frozenset({"numpy", "cupy"}),
     "hf_offload.kernels.cuda": frozenset({"numpy", "cupy"}),
+    "hf_offload.timeline_plot": frozenset({"matplotlib"}),
 }
 # what a leaf reaches for by name, late: (module, import) -> why
 LATE = {
@@ -200,6 +201,8 @@ def test_the_tables_name_only_what_there_is() -> None:
         ("hf_offload.config", "from hf_offload.engine import Engine"),
         ("hf_offload.cli", "import numba"),
         ("hf_offload.cli", "import cupy"),
+        ("hf_offload.cli", "import matplotlib"),
+        ("hf_offload.timeline", "import torch"),
     ],
 )
 def test_a_wrong_import_is_seen(module: str, code: str) -> None:
