@@ -3,20 +3,26 @@
 Importing this package imports numba; nothing is compiled until a kernel is first called.
 """
 
-from hf_offload.kernels.cpu.adam import INACTIVE, NUM_COEF, adam_step, coefficients
+from hf_offload.kernels.cpu.accumulate import add, put
+from hf_offload.kernels.cpu.adam import INACTIVE, NUM_COEF, adam_step, adam_step_into, coefficients
 from hf_offload.kernels.cpu.cast import narrow, reseed, widen
 from hf_offload.kernels.cpu.jit import max_threads
-from hf_offload.kernels.cpu.reduce import checksum, sum_of_squares
+from hf_offload.kernels.cpu.reduce import Blocks, checksum, sum_of_squares, sums_of_squares
 
 __all__ = [
     "INACTIVE",
     "NUM_COEF",
+    "Blocks",
     "adam_step",
+    "adam_step_into",
+    "add",
     "checksum",
     "coefficients",
     "max_threads",
     "narrow",
+    "put",
     "reseed",
     "sum_of_squares",
+    "sums_of_squares",
     "widen",
 ]

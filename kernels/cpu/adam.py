@@ -78,34 +78,71 @@ def adam_step(
     *,
     wire: str,
     threads: int,
+    grad_wire: str | None = None,
 ) -> None:
     """One fused AdamW step of a bucket of n elements in p pieces. The same bits for any bounds and thread count.
 
     Args:
         master, exp_avg, exp_avg_sq: float32[n], updated in place.
-        grad: wire[n] (uint16 bits of a 16-bit float, or float32), read.
+        grad: grad_wire[n] (uint16 bits of a 16-bit float, or float32), read.
         weight: wire[n], written: the new master, rounded to nearest even.
         bounds: int64[p + 1], rising from 0 to n; piece k is bounds[k] to bounds[k + 1] and may be empty.
         coef: float32[p, NUM_COEF], rows of `coefficients`, or `INACTIVE`: all bytes of that piece stay as they are.
         wire: bfloat16, float16 or float32.
         threads: at most this many; a small bucket stays in the calling thread.
+        grad_wire: as `wire`, which is what None means; float32 where micro-batches were added up in it.
 
     Raises:
         ConfigError: unknown wire.
         TypeError, ValueError: an array of another dtype, shape or layout, or bounds that do not rise from 0 to n.
     """
-    master = as_float32("master", master)
-    n = master.size
-    arrays = (
-        master,
-        as_float32("exp_avg", exp_avg, n),
-        as_float32("exp_avg_sq", exp_avg_sq, n),
-        as_wire("grad", grad, wire, n),
+    state = _checked_state("", (master, exp_avg, exp_avg_sq), None)
+    n = state[0].size
+    rest = _checked_rest(grad, weight, bounds, coef, wire, grad_wire, n)
+    jit.run(_step_range, _step_parallel, (*state, *rest), n, threads)
+
+
+def adam_step_into(
+    state: tuple[Array, Array, Array],
+    shadow: tuple[Array, Array, Array],
+    grad: Array,
+    weight: Array,
+    bounds: Array,
+    coef: Array,
+    *,
+    wire: str,
+    threads: int,
+    grad_wire: str | None = None,
+) -> None:
+    """`adam_step` whose results go elsewhere: `state` is read, `shadow` gets what `adam_step` would make of it.
+
+    Args:
+        state: master, exp_avg and exp_avg_sq, float32[n] each, untouched.
+        shadow: the same three, written; inactive pieces are copied. No array may overlap another.
+        others: as in `adam_step`. Raises as `adam_step`.
+    """
+    given = _checked_state("", state, None)
+    n = given[0].size
+    made = _checked_state("shadow's ", shadow, n)
+    rest = _checked_rest(grad, weight, bounds, coef, wire, grad_wire, n)
+    jit.run(_into_range, _into_parallel, (*given, *made, *rest), n, threads)
+
+
+def _checked_state(whose: str, state: tuple[Array, Array, Array], n: int | None) -> tuple[Array, Array, Array]:
+    master = as_float32(f"{whose}master", state[0], n)
+    m, v = (as_float32(f"{whose}{name}", a, master.size) for name, a in zip(("exp_avg", "exp_avg_sq"), state[1:]))
+    return master, m, v
+
+
+def _checked_rest(
+    grad: Array, weight: Array, bounds: Array, coef: Array, wire: str, grad_wire: str | None, n: int
+) -> tuple[Array, ...]:
+    return (
+        as_wire("grad", grad, grad_wire or wire, n),
         as_wire("weight", weight, wire, n),
         _checked_bounds(bounds, n),
         _checked_coef(coef, len(bounds) - 1),
     )
-    jit.run(_step_range, _step_parallel, arrays, n, threads)
 
 
 def _checked_bounds(bounds: Array, n: int) -> Array:
@@ -181,6 +218,30 @@ def _step_range(master, exp_avg, exp_avg_sq, grad, weight, bounds, coef, lo, hi)
             # Views from 0, so that LLVM sees indices that are never negative and drops Numba's wraparound.
             _step_piece(master[a:b], exp_avg[a:b], exp_avg_sq[a:b], grad[a:b], weight[a:b], coef[k])
     leave_ieee(mode)
+
+
+# Elements copied to the shadow before they are stepped there: 48 KiB of three arrays, which the step then finds in the
+# cache. A kernel with separate inputs and outputs would need more overlap checks than LLVM allows itself.
+_INTO = 4096
+
+
+@jit.kernel
+def _into_range(master, exp_avg, exp_avg_sq, to_master, to_m, to_v, grad, weight, bounds, coef, lo, hi):  # type: ignore[no-untyped-def]
+    """`_step_range` of copies: each run of `_INTO` elements is copied, then stepped in place."""
+    for a in range(lo, hi, _INTO):
+        b = min(a + _INTO, hi)
+        to_master[a:b] = master[a:b]
+        to_m[a:b] = exp_avg[a:b]
+        to_v[a:b] = exp_avg_sq[a:b]
+        _step_range(to_master, to_m, to_v, grad, weight, bounds, coef, a, b)
+
+
+@jit.parallel_kernel
+def _into_parallel(master, exp_avg, exp_avg_sq, to_master, to_m, to_v, grad, weight, bounds, coef, tasks):  # type: ignore[no-untyped-def]
+    n = master.size
+    for t in numba.prange(tasks):
+        lo, hi = jit.share(n, t, tasks), jit.share(n, t + 1, tasks)
+        _into_range(master, exp_avg, exp_avg_sq, to_master, to_m, to_v, grad, weight, bounds, coef, lo, hi)
 
 
 @jit.parallel_kernel

@@ -32,6 +32,43 @@ def sum_of_squares(x: Array, wire: str, threads: int) -> float:
     return sum_of_blocks(tree)
 
 
+class Blocks:
+    """Where the blocks of the pieces of one array lie: made once, used every step.
+
+    Args:
+        bounds: int64[p + 1], rising from 0; piece k is bounds[k] to bounds[k + 1]. Empty pieces are allowed.
+    """
+
+    def __init__(self, bounds: Array) -> None:
+        sizes = np.diff(bounds)
+        self.pieces = len(sizes)
+        self.chunks = -(-sizes // CHUNK)
+        self.first_chunk = np.concatenate(([0], np.cumsum(self.chunks)))
+        counts = -(-sizes // BLOCK)
+        piece = np.repeat(np.arange(self.pieces), counts)
+        number = np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.starts = bounds[:-1][piece] + number * BLOCK
+        self.ends = np.minimum(self.starts + BLOCK, bounds[1:][piece])
+        self.leaves = self.first_chunk[piece] * (CHUNK // BLOCK) + number
+        """Where in the flat tree of float64[chunks, 16] each block's sum stands."""
+
+
+def sums_of_squares(x: Array, blocks: Blocks, wire: str, threads: int) -> Array:
+    """`sum_of_squares` of each piece of x, bit for bit, in one call. float64[pieces]. Raises as `adam_step`."""
+    bits = as_wire("x", x, wire)
+    tree = np.zeros((int(blocks.first_chunk[-1]), CHUNK // BLOCK), dtype=np.float64)
+    arrays = (bits, blocks.starts, blocks.ends, blocks.leaves, tree.reshape(-1))
+    jit.run(_blocks_range, _blocks_parallel, arrays, len(blocks.starts), threads, parallel_from=4)
+    while tree.shape[1] > 1:
+        half = tree.shape[1] // 2
+        tree = tree[:, :half] + tree[:, half:]
+    sums = np.zeros(blocks.pieces)
+    for n in range(int(blocks.chunks.max(initial=0))):  # chunk after chunk, all pieces at once
+        has = blocks.chunks > n
+        sums[has] += tree[blocks.first_chunk[:-1][has] + n, 0]
+    return sums
+
+
 def sum_of_blocks(tree: Array) -> float:
     """float64[chunks, blocks of a chunk] to one sum: pairwise inside a chunk, then chunk after chunk."""
     while tree.shape[1] > 1:
@@ -105,6 +142,22 @@ def _squares_parallel(x, sums, tasks):  # type: ignore[no-untyped-def]
     blocks = (x.size + BLOCK - 1) // BLOCK
     for t in numba.prange(tasks):
         _squares_range(x, sums, blocks * t // tasks, blocks * (t + 1) // tasks)
+
+
+@jit.kernel
+def _blocks_range(x, starts, ends, leaves, sums, lo, hi):  # type: ignore[no-untyped-def]
+    """sums[leaves[k]] = the sum of squares of x[starts[k]:ends[k]], for lo <= k < hi."""
+    mode = enter_ieee()
+    lanes = np.empty(LANES, dtype=np.float64)
+    for k in range(lo, hi):
+        sums[leaves[k]] = _block_sum(lanes, x[starts[k] : ends[k]])
+    leave_ieee(mode)
+
+
+@jit.parallel_kernel
+def _blocks_parallel(x, starts, ends, leaves, sums, tasks):  # type: ignore[no-untyped-def]
+    for t in numba.prange(tasks):
+        _blocks_range(x, starts, ends, leaves, sums, starts.size * t // tasks, starts.size * (t + 1) // tasks)
 
 
 @jit.kernel

@@ -13,7 +13,16 @@ from hf_offload.kernels.cpu.wire import Array
 
 
 def adam_step(
-    theta: Array, m: Array, v: Array, grad: Array, weight: Array, bounds: Array, coef: Array, *, wire: str
+    theta: Array,
+    m: Array,
+    v: Array,
+    grad: Array,
+    weight: Array,
+    bounds: Array,
+    coef: Array,
+    *,
+    wire: str,
+    grad_wire: str | None = None,
 ) -> None:
     """AdamW (Loshchilov and Hutter, 2019, algorithm 2), every piece with its own coefficients.
 
@@ -27,8 +36,20 @@ def adam_step(
     for k, c in enumerate(coef):
         piece = slice(bounds[k], bounds[k + 1])
         if c[adam.ACTIVE]:
-            theta[piece], m[piece], v[piece] = _update(theta[piece], m[piece], v[piece], widened(grad[piece], wire), c)
+            g = widened(grad[piece], grad_wire or wire)
+            theta[piece], m[piece], v[piece] = _update(theta[piece], m[piece], v[piece], g, c)
             weight[piece] = narrowed(theta[piece], wire)
+
+
+def put(src: Array, dst: Array, wire: str, held: str) -> None:
+    """dst = src, in dst's format."""
+    dst[:] = src if wire == held else narrowed(widened(src, wire), held)
+
+
+def add(src: Array, dst: Array, wire: str, held: str) -> None:
+    """dst = round(dst + src), as autograd adds a second gradient to the first."""
+    with np.errstate(all="ignore"):
+        dst[:] = narrowed(one_nan(widened(dst, held) + widened(src, wire)), held)
 
 
 def _update(theta: Array, m: Array, v: Array, grad: Array, c: Array) -> tuple[Array, Array, Array]:
