@@ -341,7 +341,8 @@ def draw_timeline(
     picture = output or file.with_suffix(".png")
     window = timeline_plot.draw(file, picture, steps, width)
     hidden = "" if window.hidden_fraction is None else f", {timeline_plot.percent(window.hidden_fraction)} hidden"
-    typer.echo(f"Wrote {picture}: steps {window.first} to {window.last}{hidden}")
+    shown = f"step {window.first}" if window.first == window.last else f"steps {window.first} to {window.last}"
+    typer.echo(f"Wrote {picture}: {shown}{hidden}")
 
 
 @app.command()
