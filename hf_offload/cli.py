@@ -45,6 +45,13 @@ recipes_app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(recipes_app, name="recipes")
+bench_app = typer.Typer(
+    help="Measurements of this machine.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(bench_app, name="bench")
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 JsonOut = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
@@ -343,6 +350,73 @@ def draw_timeline(
     hidden = "" if window.hidden_fraction is None else f", {timeline_plot.percent(window.hidden_fraction)} hidden"
     shown = f"step {window.first}" if window.first == window.last else f"steps {window.first} to {window.last}"
     typer.echo(f"Wrote {picture}: {shown}{hidden}")
+
+
+@bench_app.command("pipeline", epilog=_EXIT_CODES)
+@_guarded
+def bench_pipeline(
+    blocks: Annotated[int, typer.Option(help="Blocks of the model.", metavar="N")] = 24,
+    params_per_block: Annotated[
+        str, typer.Option(help="Parameters of a block. Embedding and head hold 7 % of all each.", metavar="N")
+    ] = "2.8e6",
+    tensors_per_block: Annotated[int, typer.Option(help="Tensors of a block.", metavar="N")] = 12,
+    link_gb_s: Annotated[float, typer.Option(help="Emulated link, 1e9 bytes/s each way.", metavar="X")] = 16.0,
+    forward_ms: Annotated[float, typer.Option(help="Forward of a block, milliseconds.", metavar="X")] = 4.0,
+    backward_ms: Annotated[float, typer.Option(help="Backward of a block, milliseconds.", metavar="X")] = 8.0,
+    edge_ms: Annotated[
+        float, typer.Option(help="Forward of the embedding, and of the head; backward is twice that.", metavar="X")
+    ] = 0.0,
+    steps: Annotated[int, typer.Option(help="Measured steps of a schedule in a round.", metavar="N")] = 6,
+    rounds: Annotated[int, typer.Option(help="Rounds; the schedules take turns in each.", metavar="N")] = 3,
+    threads: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Threads of the host step. Default: the fewest within 10 % of the fastest.", metavar="N"),
+    ] = None,
+    bucket_bytes: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="As the setting of that name.", metavar="N"),
+    ] = None,
+    schedules: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Some only, as in_order,overlapped. Default: all.", metavar="NAMES"),
+    ] = None,
+    as_json: JsonOut = False,
+    debug: Debug = False,
+) -> None:
+    """Measure what each schedule hides behind an emulated device, and compare it with the least that is possible.
+
+    The model waits instead of computing; engine, kernel and copies are real. About two minutes. For example:
+
+    hf-offload bench pipeline --forward-ms 8 --backward-ms 16
+    """
+    from hf_offload import planning
+
+    params = planning.parse_count("--params-per-block", params_per_block)
+    console = Console(stderr=True)
+    with console.status("Loading torch ..."):
+        from hf_offload.bench import pipeline, report
+
+    given = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
+    setting = pipeline.Setting(
+        blocks=blocks,
+        params_per_block=params,
+        tensors_per_block=tensors_per_block,
+        link_gb_s=link_gb_s,
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        edge_ms=edge_ms,
+        steps=steps,
+        rounds=rounds,
+        threads=threads,
+        schedules=tuple(name.strip() for name in (schedules or "").split(",") if name.strip()),
+        **given,
+    )
+    with console.status("") as status:
+        result = pipeline.run(setting, status.update)
+    if as_json:
+        typer.echo(json.dumps(report.as_json(result), indent=2))
+    else:
+        report.print_result(_console(), result)
 
 
 @app.command()

@@ -1,0 +1,354 @@
+"""What hides behind an emulated device: `hf-offload bench pipeline`.
+
+A real engine, the real kernel and the host transport at a given speed, under a model that waits instead of computing
+(`hf_offload.bench.emulated`). One run measures each stage alone, computes from that the least exposed time any engine
+could have (`hf_offload.bench.bound`), and then interleaves rounds of every schedule.
+
+Each round of a schedule builds its own model and optimizer, so that only one optimizer's state is in memory at a time,
+takes warm-up steps, and then measures from the start of one step to the start of a later one: the steady state. A last
+step with no forward behind it would have nothing to hide under.
+
+Clipping: `streamed` and `speculative_*` clip, as training does. On a GPU the norm of gradients that stay there takes
+it well under a millisecond at 3 TB/s; here the host's cores would compute it in the training thread. So `in_order`,
+`overlapped` and `delayed` run without clipping: their emulated device computes the norm in no time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_offload.bench import stages as stage_times
+from hf_offload.bench.bound import Bound, UnitTimes, bound
+from hf_offload.bench.emulated import EmulatedModel, Memory, module_sizes
+from hf_offload.config import OffloadConfig
+from hf_offload.errors import ConfigError, explain, nearest
+from hf_offload.hostmem import check_host_budget
+from hf_offload.optimizer import OffloadAdam
+
+NONE = "none"
+NEVER, ALWAYS = 2.0, 0.5
+"""Clipping bounds as multiples of the gradients' norm: one that never bites, one that always does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is emulated, and how often it is measured.
+
+    Raises:
+        ConfigError: a value outside its range.
+    """
+
+    blocks: int = 24
+    params_per_block: int = 2_800_000
+    tensors_per_block: int = 12
+    link_gb_s: float = 16.0
+    forward_ms: float = 4.0
+    backward_ms: float = 8.0
+    edge_ms: float = 0.0
+    """Forward of the embedding, and of the head; their backward takes twice as long."""
+    steps: int = 6
+    warmup_steps: int = 3
+    rounds: int = 3
+    threads: int | None = None
+    bucket_bytes: int = OffloadConfig().bucket_bytes
+    ring_slots: int = OffloadConfig().ring_slots
+    schedules: tuple[str, ...] = ()
+    """Names of CONTENDERS; none: all. `none` always runs."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("blocks", self.blocks, 2)
+        for name in ("params_per_block", "tensors_per_block", "steps", "rounds", "bucket_bytes", "ring_slots"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("warmup_steps", self.warmup_steps, 2)
+        if self.threads is not None:
+            _at_least("threads", self.threads, 1)
+        for name in ("forward_ms", "backward_ms", "edge_ms"):
+            _at_least(name, getattr(self, name), 0)
+        if not 0 < self.link_gb_s < math.inf:
+            raise ConfigError(explain("link_gb_s", self.link_gb_s, "not above 0", "Give a speed in GB/s, as 16"))
+        if self.tensors_per_block > self.params_per_block:
+            cause = f"a block has only {self.params_per_block} parameters"
+            raise ConfigError(explain("tensors_per_block", self.tensors_per_block, cause, "Give fewer tensors"))
+        for name in self.schedules:
+            if name not in CONTENDERS:
+                raise ConfigError(explain("schedules", name, "unknown schedule", nearest(name, CONTENDERS)))
+
+    def memory(self) -> Memory:
+        """The model's weights and gradients. Raises HostMemoryError where a run would not fit."""
+        sizes = module_sizes(self.blocks, self.params_per_block, self.tensors_per_block)
+        params = sum(map(sum, sizes))
+        # one optimizer at a time; speculation's shadow and the streamed store are the most any of them takes
+        need = {"weights, twice": 4 * params, "gradients": 2 * params, "state": 12 * params,
+                "gradient store": 2 * params, "shadow": self.shadow_bytes(sizes)}  # fmt: skip
+        check_host_budget(need, None)
+        return Memory(sizes, self.seed)
+
+    def shadow_bytes(self, sizes: Sequence[Sequence[int]]) -> int:
+        """Room for all buckets in equal slots of 14 bytes a parameter."""
+        numels = [sum(unit) for unit in sizes]
+        most = max(1, self.bucket_bytes // 2)
+        return 14 * min(most, max(numels)) * sum(-(-n // most) for n in numels)
+
+    def model(self, memory: Memory) -> EmulatedModel:
+        block = (self.forward_ms * 1e-3, self.backward_ms * 1e-3)
+        return EmulatedModel(memory, block, (self.edge_ms * 1e-3, 2 * self.edge_ms * 1e-3))
+
+    def units(self, measured: stage_times.Stages) -> list[UnitTimes]:
+        """The emulated device's times with those of the stages, for the bound."""
+        edge = (self.edge_ms * 1e-3, 2 * self.edge_ms * 1e-3)
+        block = (self.forward_ms * 1e-3, self.backward_ms * 1e-3)
+        last = len(measured.units) - 1
+        return [UnitTimes(*(edge if u in (0, last) else block), b) for u, b in enumerate(measured.units)]
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not least <= value < math.inf:
+        raise ConfigError(explain(name, value, f"below {least}", f"Give a number of at least {least}"))
+
+
+def force_guessing(optimizer: OffloadAdam) -> None:
+    """Let `optimizer` go on guessing where every guess fails: steps that miss are what is measured."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One schedule as it is run.
+
+    Attributes:
+        settings: fields of OffloadConfig.
+        clip: None, or the bound for `clip_grad_norm_` as a multiple of the gradients' norm.
+        prepare: called with the new optimizer.
+        exact: whether its weights must be those of *in order*.
+        shadow: whether it gets a shadow for all buckets.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    clip: float | None = None
+    prepare: Callable[[OffloadAdam], None] = lambda optimizer: None
+    exact: bool = True
+    shadow: bool = False
+
+
+_STREAMED = {"schedule": "overlapped", "stream_gradients": True}
+CONTENDERS: dict[str, Contender] = {
+    "in_order": Contender({"schedule": "in_order"}),
+    "overlapped": Contender({"schedule": "overlapped"}),
+    "streamed": Contender(_STREAMED, NEVER),
+    "speculative_hit": Contender(_STREAMED, NEVER, shadow=True),
+    "speculative_miss": Contender(_STREAMED, ALWAYS, force_guessing, shadow=True),
+    "delayed": Contender({"schedule": "delayed", "delay_warmup_steps": 1}, exact=False),
+}
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of one schedule, per step: means over the measured window, seconds.
+
+    Attributes:
+        step, main, process: wall, CPU of the training thread, CPU of the process.
+        threads: CPU of each of the engine's threads, by name.
+        late: by how much the system woke the emulated device too late.
+        engine_exposed: what the optimizer's stats say of its last finished step.
+        hits, misses: guesses, counted by the optimizer.
+        digest: of the weights after all steps of the round.
+    """
+
+    step: float
+    main: float
+    process: float
+    threads: Mapping[str, float]
+    late: float
+    engine_exposed: float = 0.0
+    hits: int = 0
+    misses: int = 0
+    digest: str = ""
+
+
+class _Meter:
+    """What has been spent so far, to be subtracted: wall, CPU of this thread, of the process, of the engine's."""
+
+    def __init__(self, model: EmulatedModel, optimizer: OffloadAdam | None) -> None:
+        stats = optimizer.stats() if optimizer is not None else None
+        self.hits = stats.speculation_hits if stats else 0
+        self.misses = stats.speculation_misses if stats else 0
+        self.exposed = stats.exposed_seconds if stats else 0.0
+        self.threads = thread_seconds()
+        self.late = model.clock.late_seconds
+        self.process, self.main, self.wall = time.process_time(), time.thread_time(), time.perf_counter()
+
+    def since(self, start: _Meter, steps: int, digest: str) -> Round:
+        return Round(
+            step=(self.wall - start.wall) / steps,
+            main=(self.main - start.main) / steps,
+            process=(self.process - start.process) / steps,
+            threads={n: (s - start.threads.get(n, 0.0)) / steps for n, s in self.threads.items()},
+            late=(self.late - start.late) / steps,
+            engine_exposed=self.exposed,
+            hits=self.hits - start.hits,
+            misses=self.misses - start.misses,
+            digest=digest,
+        )
+
+
+def thread_seconds() -> dict[str, float]:
+    """CPU seconds of each living thread of the engine, by name; none where the system cannot tell."""
+    clock_of = getattr(time, "pthread_getcpuclockid", None)
+    if clock_of is None:
+        return {}
+    ours = [t for t in threading.enumerate() if t.name.startswith("hf_offload-") and t.ident is not None]
+    return {t.name.removeprefix("hf_offload-"): time.clock_gettime(clock_of(t.ident)) for t in ours}
+
+
+def _train(setting: Setting, model: EmulatedModel, optimizer: OffloadAdam | None, max_norm: float | None) -> Round:
+    """Warm-up steps, then the window."""
+    x = torch.zeros(1)
+    start = None
+    for number in range(setting.warmup_steps + setting.steps):
+        if number == setting.warmup_steps:
+            start = _Meter(model, optimizer)
+        model(x).backward()
+        if optimizer is None:
+            model.zero_grad()
+            continue
+        if max_norm is not None:
+            optimizer.clip_grad_norm_(max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    end = _Meter(model, optimizer)
+    assert start is not None
+    if optimizer is None:
+        return end.since(start, setting.steps, "")
+    optimizer.synchronize()
+    return end.since(start, setting.steps, digest(model))
+
+
+def digest(model: EmulatedModel) -> str:
+    """Of every weight's bits."""
+    found = hashlib.blake2b(digest_size=16)
+    for p in model.parameters():
+        found.update(p.detach().view(torch.int16).numpy().data)
+    return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class _Lab:
+    """One run: the setting, the memory that all models share, the threads chosen, the gradients' norm."""
+
+    setting: Setting
+    memory: Memory
+    threads: int
+    norm: float
+
+    def none(self) -> Round:
+        return _train(self.setting, self.setting.model(self.memory), None, None)
+
+    def round(self, contender: Contender) -> Round:
+        setting = self.setting
+        config = {
+            "link_gb_s": setting.link_gb_s,
+            "transport": "host",
+            "bucket_bytes": setting.bucket_bytes,
+            "ring_slots": setting.ring_slots,
+            "threads": self.threads,
+            "shadow_bytes": setting.shadow_bytes(self.memory.sizes) if contender.shadow else 0,
+            **contender.settings,
+        }
+        model = setting.model(self.memory)
+        max_norm = None if contender.clip is None else contender.clip * self.norm
+        try:
+            with OffloadAdam(model.parameters(), config=OffloadConfig(**config), model=model) as optimizer:
+                contender.prepare(optimizer)
+                return _train(setting, model, optimizer, max_norm)
+        finally:
+            del model
+            gc.collect()  # the state of one optimizer, before the next allocates its own
+
+    def reference(self, clip: float | None) -> str:
+        """The digest that *in order*, on a device that takes no time, leaves."""
+        quick = dataclasses.replace(self.setting, forward_ms=0.0, backward_ms=0.0, edge_ms=0.0)
+        return dataclasses.replace(self, setting=quick).round(Contender({"schedule": "in_order"}, clip)).digest
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule's figures, medians over the rounds; seconds a step. See `as_json` for what they mean."""
+
+    step: float
+    exposed: float
+    bound: Bound
+    hidden: float
+    bound_hidden: float
+    main: float
+    rounds: tuple[Round, ...]
+    clip: str
+    same_bits: bool | None
+
+    def median(self, get: Callable[[Round], float]) -> float:
+        return statistics.median(map(get, self.rounds))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole run."""
+
+    setting: Setting
+    stages: stage_times.Stages
+    params: int
+    tensors: int
+    rows: Mapping[str, Row]
+
+
+def run(setting: Setting, say: Callable[[str], None] = lambda text: None) -> Result:
+    """Measure the stages alone, then every schedule.
+
+    Args:
+        say: told what is being done.
+
+    Raises:
+        HostMemoryError: the largest schedule's memory does not fit.
+    """
+    memory = setting.memory()
+    say("Measuring each stage alone ...")
+    measured = stage_times.measure(memory, setting.bucket_bytes, setting.ring_slots, setting.link_gb_s, setting.threads)
+    gc.collect()
+    lab = _Lab(setting, memory, measured.threads, math.sqrt(float(memory.gradients.float().square().sum())))
+    chosen = {n: c for n, c in CONTENDERS.items() if not setting.schedules or n in setting.schedules}
+    rounds: dict[str, list[Round]] = {name: [] for name in (NONE, *chosen)}
+    for number in range(setting.rounds):
+        names = [NONE, *chosen]
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:  # no schedule always follows the same one at the same time
+            say(f"Round {number + 1} of {setting.rounds}: {name} ...")
+            rounds[name].append(lab.none() if name == NONE else lab.round(chosen[name]))
+    say("Comparing weights ...")
+    bits = {biting: lab.reference(ALWAYS if biting else None) for biting in {c.clip == ALWAYS for c in chosen.values()}}
+    base = statistics.median(r.step for r in rounds[NONE]), statistics.median(r.main for r in rounds[NONE])
+    rows = {NONE: _row(rounds[NONE], base, Bound(0.0, ()), measured, "none", None)}
+    for name, contender in chosen.items():
+        same = all(r.digest == bits[contender.clip == ALWAYS] for r in rounds[name]) if contender.exact else None
+        clip = {None: "none", NEVER: "never bites", ALWAYS: "always bites"}[contender.clip]
+        rows[name] = _row(rounds[name], base, bound(name, setting.units(measured)), measured, clip, same)
+    return Result(setting, measured, sum(map(sum, memory.sizes)), sum(map(len, memory.sizes)), rows)
+
+
+def _row(
+    rounds: Sequence[Round], base: tuple[float, float], least: Bound, measured: stage_times.Stages, clip: str,
+    same: bool | None,
+) -> Row:  # fmt: skip
+    step = statistics.median(r.step for r in rounds)
+    exposed = step - base[0]
+    main = statistics.median(r.main for r in rounds) - base[1]
+    hidden, bound_hidden = (1 - seconds / measured.seconds for seconds in (exposed, least.exposed))
+    return Row(step, exposed, least, hidden, bound_hidden, main, tuple(rounds), clip, same)
