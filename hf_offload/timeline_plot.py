@@ -88,7 +88,7 @@ def draw(file: Path, output: Path, steps: str | None = None, width: int = 1600) 
 
 def choose(spans: Sequence[Span], steps: str | None) -> Window:
     """The window of the steps asked for, or of some of the steady state. Raises ConfigError."""
-    there = sorted({span.step for span in spans})
+    there = _steps(spans)
     if steps is None:
         steady = [step for step in there if step > WARMUP_STEPS] or there
         if len(steady) > SHOWN_STEPS:
@@ -116,13 +116,20 @@ def _parse(steps: str) -> tuple[int, int]:
 
 def _window(spans: Sequence[Span], first: int, last: int) -> Window:
     begin = _start(spans, first)
-    after = [span.step for span in spans if span.step > last]
-    end = _start(spans, min(after)) if after else max(span.end for span in spans if span.step <= last)
+    numbers = _steps(spans)
+    after = [number for number in numbers if number > last]
+    end = _start(spans, after[0]) if after else max(span.end for span in spans if span.step <= last)
     inside = [span for span in spans if span.end > begin and span.start < end]
     cut = [replace(s, start=max(s.start, begin) - begin, end=min(s.end, end) - begin) for s in inside]
-    numbers = sorted({span.step for span in spans if first <= span.step <= last})
-    starts = tuple((number, max(0.0, _start(spans, number) - begin)) for number in numbers)
+    shown = [number for number in numbers if first <= number <= last]
+    starts = tuple((number, max(0.0, _start(spans, number) - begin)) for number in shown)
     return Window(first, last, tuple(cut), starts, end - begin)
+
+
+def _steps(spans: Sequence[Span]) -> list[int]:
+    """The steps that can be shown: those whose compute is on record, and not only what was left of them to do when
+    recording began. Without compute on record, all."""
+    return sorted({span.step for span in spans if span.phase == "compute"} or {span.step for span in spans})
 
 
 def _start(spans: Sequence[Span], step: int) -> float:
