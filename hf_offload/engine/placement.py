@@ -81,7 +81,10 @@ class Placement:
         self._transport = None
 
     def _make(self, device: str) -> Transport:
-        return make_transport(self._config, _facts(device), self._slot_bytes)
+        where = torch.device(device)
+        return make_transport(
+            self._config, _facts(device), self._slot_bytes, lambda: torch.cuda.current_stream(where).cuda_stream
+        )
 
     def _check(self, params: Sequence[Tensor]) -> str:
         for i, p in enumerate(params):
@@ -108,4 +111,5 @@ class Placement:
 
 
 def _facts(device: str) -> DeviceFacts:
-    return DeviceFacts(device.partition(":")[0], torch.cuda.is_available(), torch.version.cuda)
+    where = torch.device(device)
+    return DeviceFacts(where.type, torch.cuda.is_available(), torch.version.cuda, where.index or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hf_offload.config import OffloadConfig
@@ -19,11 +20,13 @@ class DeviceFacts:
         kind: type of the parameters' device: "cpu", "cuda", ...
         gpu: whether torch can use a GPU.
         cuda_version: the CUDA version torch was built with ("13.0"), None for a CPU build.
+        index: which of the devices of that kind, as torch counts.
     """
 
     kind: str
     gpu: bool
     cuda_version: str | None
+    index: int = 0
 
 
 def transport_kind(config: OffloadConfig, facts: DeviceFacts) -> str:
@@ -60,19 +63,26 @@ def _refuse_host_settings(config: OffloadConfig) -> None:
             raise ConfigError(explain(name, getattr(config, name), cause, "Leave it out, or train on the CPU"))
 
 
-def make_transport(config: OffloadConfig, facts: DeviceFacts, slot_bytes: int) -> Transport:
-    """The transport for `config`, its ring reserved. Raises as `transport_kind` does."""
+def make_transport(
+    config: OffloadConfig, facts: DeviceFacts, slot_bytes: int, current_stream: Callable[[], int] = lambda: 0
+) -> Transport:
+    """The transport for `config`, its ring reserved.
+
+    Args:
+        current_stream: gives the calling thread's current stream on the device, a cudaStream_t as int. 0: the default.
+
+    Raises as `transport_kind` and the transports do.
+    """
     if transport_kind(config, facts) == "host":
         return HostTransport(
             config.ring_slots, slot_bytes, link_gb_s=config.link_gb_s, link_latency_us=config.link_latency_us
         )
     _require_cuda(facts, config.transport)
-    raise UnsupportedError(
-        explain(
-            "transport", config.transport, "this version of hf_offload has no CUDA transport yet; parameters on a GPU "
-            "cannot be offloaded", "Train on the CPU (TrainingArguments use_cpu=True), or use a later version",
-        )
-    )  # fmt: skip
+    from hf_offload.transport.cuda import CudaTransport  # only where there is a GPU
+
+    return CudaTransport(
+        config.ring_slots, slot_bytes, facts.index, current_stream=current_stream, timeout_s=config.timeout_s
+    )
 
 
 def cupy_command(cuda_version: str | None) -> str:

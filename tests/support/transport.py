@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import signal
@@ -9,12 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from hf_offload.transport import HostTransport, Segment, Transport
+from hf_offload.transport.cuda import CudaTransport
+from support.fake_cupy import FakeCupy
 
 LONG = 30.0  # seconds: a wait that takes this long has failed
 
@@ -22,6 +27,15 @@ LONG = 30.0  # seconds: a wait that takes this long has failed
 def ours() -> set[threading.Thread]:
     """The threads of hf_offload that are alive."""
     return {t for t in threading.enumerate() if t.name.startswith("hf_offload-")}
+
+
+LIVE: set[tuple[str, int]] = set()
+"""Events and pinned memory that CUDA transports made by `CudaKind` have not freed yet, each as (what, handle)."""
+
+
+def leftovers() -> set[Any]:
+    """Whatever a transport has to give back when it ends, and has not."""
+    return ours() | LIVE
 
 
 class Hold:
@@ -58,12 +72,14 @@ class FailAt:
 
 @dataclass
 class Kind:
-    """One transport under test. A later transport adds its own Kind with the same five methods."""
+    """One transport under test. Another transport has its own class with the same methods."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     device: str = "cpu"
     random_delays: bool = False
+    cancels = True
+    """Whether close() lets copies fail that are queued; else they are carried out first."""
 
     def make(
         self, slots: int = 2, slot_bytes: int = 4096, delay: Callable[[str, int], float] | None = None
@@ -90,10 +106,99 @@ class Kind:
         return memory.cpu().numpy().tobytes()
 
 
+class Watched:
+    """A CuPy, real or fake, that counts in `LIVE` and whose copies first stop at `delay`, on their stream.
+
+    `FailAt` strikes in the call itself: CUDA reports most errors there.
+    """
+
+    def __init__(self, cupy: Any, delay: Callable[[str, int], float] | None) -> None:
+        self.RawKernel = cupy.RawKernel
+        self.cuda = SimpleNamespace(runtime=_WatchedRuntime(cupy.cuda.runtime, delay), Stream=cupy.cuda.Stream)
+
+
+class _WatchedRuntime:
+    def __init__(self, runtime: Any, delay: Callable[[str, int], float] | None) -> None:
+        self._runtime, self._delay = runtime, delay
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None:
+        direction = "d2h" if kind == self._runtime.memcpyDeviceToHost else "h2d"
+        delay = self._delay
+        if isinstance(delay, FailAt):
+            delay(direction, size)
+        elif delay is not None and getattr(delay, "direction", None) in (None, direction):
+            self._runtime.launchHostFunc(stream, lambda _: time.sleep(delay(direction, size)), 0)
+        self._runtime.memcpyAsync(dst, src, size, kind, stream)
+
+    def eventCreateWithFlags(self, flags: int) -> int:
+        event = self._runtime.eventCreateWithFlags(flags)
+        LIVE.add(("event", event))
+        return event
+
+    def eventDestroy(self, event: int) -> None:
+        self._runtime.eventDestroy(event)
+        LIVE.remove(("event", event))
+
+    def hostAlloc(self, size: int, flags: int) -> int:
+        address = self._runtime.hostAlloc(size, flags)
+        LIVE.add(("pinned", address))
+        return address
+
+    def freeHost(self, ptr: int) -> None:
+        self._runtime.freeHost(ptr)
+        LIVE.remove(("pinned", ptr))
+
+
+@dataclass
+class CudaKind(Kind):
+    """The CUDA transport over the real CuPy, or over the fake one if there is one."""
+
+    fake: FakeCupy | None = None
+    cancels = False
+
+    @property
+    def index(self) -> int:
+        return 0 if self.fake is None else 1  # not the one that threads start with: a forgotten setDevice shows
+
+    def make(
+        self, slots: int = 2, slot_bytes: int = 4096, delay: Callable[[str, int], float] | None = None
+    ) -> Transport:
+        stream = _torch_stream if self.fake is None else self.fake.current_stream(self.index)
+        cupy = Watched(_real_cupy() if self.fake is None else self.fake, delay)
+        return CudaTransport(slots, slot_bytes, self.index, current_stream=stream, timeout_s=LONG, cupy=cupy)
+
+    def content(self, memory: Tensor) -> bytes:
+        """As the current stream sees it."""
+        if self.fake is not None:
+            self.fake.synchronize(self.index, self.fake.current_stream(self.index)())
+        return memory.cpu().numpy().tobytes()
+
+
+def _real_cupy() -> Any:
+    import cupy
+
+    return cupy
+
+
+def _torch_stream() -> int:
+    return torch.cuda.current_stream(0).cuda_stream
+
+
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy"),
+]
 KINDS = (
     Kind("host"),
     Kind("host-link", {"link_gb_s": 2.0, "link_latency_us": 100.0}),
     Kind("host-random-delays", random_delays=True),
+    CudaKind("cuda-fake", fake=FakeCupy()),
+    CudaKind("cuda-fake-random-delays", fake=FakeCupy(delays=(0.0, 0.0, 2e-4, 2e-3))),
+    pytest.param(CudaKind("cuda", device="cuda:0"), marks=needs_gpu),
 )
 
 

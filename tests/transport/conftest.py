@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.transport import KINDS, Kind, ours
+from support.transport import KINDS, Kind, leftovers
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
@@ -14,7 +14,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    before = ours()
+def nothing_is_left() -> Iterator[None]:
+    before = leftovers()
     yield
-    assert ours() <= before
+    assert leftovers() <= before
