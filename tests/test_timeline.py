@@ -145,6 +145,26 @@ def test_spans_of_several_threads_are_all_there_while_the_file_is_written(tmp_pa
     assert len(spans_of(tmp_path / "t.json")) == 6000
 
 
+def test_spans_added_while_the_file_is_written_are_left_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = Timeline(str(tmp_path / "t.json"))
+    trace.add("d2h", "x", 10.0, 11.0, 1)
+    real, late = json.dumps, iter([3.0, 2.0, 1.0])
+
+    def dumps(thing: Any) -> str:
+        start = next(late, None)
+        if start is not None:
+            trace.add("d2h", "late", start, start + 1, 1)
+        return real(thing)
+
+    monkeypatch.setattr(module.json, "dumps", dumps)
+    trace.write()
+    assert [(event["name"], event["ts"]) for event in spans_of(tmp_path / "t.json")] == [("x", 0.0)]
+    trace.write()
+    assert sorted(event["ts"] for event in spans_of(tmp_path / "t.json")) == [0.0, 1e6, 2e6, 9e6]
+
+
 # --------------------------------------------------------------------------------------------- where it is written
 
 
