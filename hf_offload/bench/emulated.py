@@ -1,8 +1,13 @@
 """An emulated device: a model that waits instead of computing, so that a host without a GPU can show what hides.
 
 Each module sleeps, without the GIL, from the moment Python calls it until its time is over. On a GPU Python launches
-kernels ahead of the device, so a little Python between two modules would cost nothing there; here all of it lengthens
-the step. That errs against the engine, never for it: its hooks and waits show in the step's time.
+kernels ahead of the device, so a little Python between two modules costs nothing there; here all of it, the engine's
+hooks and waits above all, lengthens the step. That errs against the engine.
+
+One thing is not charged: that the system wakes the sleeping thread late, because other threads hold the cores. A GPU
+works through its queue meanwhile. So the next module counts from the moment the thread should have been woken, unless
+somebody held it up before its forward: then it counts from when it was let go, since it may not run before its weights
+are there. At the start of a step nothing is carried over.
 
 Weights and gradients are real memory with random values. A gradient is handed to autograd as a fresh alias of a buffer
 that is filled once: autograd takes such a tensor over as `.grad` instead of copying it.
@@ -21,18 +26,35 @@ EDGE_SHARE = 0.07
 """The embedding's share of all parameters, and the head's."""
 
 
+HELD_UP_S = 100e-6
+"""Seconds off the processor before a module's forward from which on it counts as held up."""
+
+
 class Clock:
-    """Waits for the emulated device, and counts by how much the system woke the thread too late."""
+    """The emulated device's time.
+
+    Attributes:
+        late_seconds: by how much the system woke the thread too late, in all.
+    """
 
     def __init__(self) -> None:
         self.late_seconds = 0.0
+        self._owed = 0.0
+
+    def forget(self) -> None:
+        """What the thread was late until now is charged: the next module counts from when it is called."""
+        self._owed = 0.0
 
     def work(self, seconds: float) -> None:
-        """The device is busy for `seconds` from now on."""
-        if seconds > 0:
-            end = time.perf_counter() + seconds
-            time.sleep(seconds)
-            self.late_seconds += max(0.0, time.perf_counter() - end)
+        """The device is busy for `seconds`, from now on or from when the thread should have been woken last."""
+        if seconds <= 0:
+            return
+        now = time.perf_counter()
+        end = now - self._owed + seconds
+        time.sleep(max(0.0, end - now))
+        woken = time.perf_counter()
+        self.late_seconds += max(0.0, woken - max(end, now))
+        self._owed = max(0.0, woken - end)
 
 
 class Memory:
@@ -66,15 +88,17 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: EmulatedModule, *params: Tensor) -> Tensor:
         ctx.module = module
+        out = x.clone()
         module.clock.work(module.forward_s)
-        return x.clone()
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         module: EmulatedModule = ctx.module
-        module.clock.work(module.backward_s)
         passed_on = grads[0] if ctx.needs_input_grad[0] else None
-        return passed_on, None, *(g.detach() for g in module.gradients)
+        found = (passed_on, None, *(g.detach() for g in module.gradients))
+        module.clock.work(module.backward_s)
+        return found
 
 
 class EmulatedModule(nn.Module):
@@ -86,11 +110,18 @@ class EmulatedModule(nn.Module):
         super().__init__()
         self.clock, self.forward_s, self.backward_s = clock, forward_s, backward_s
         self.gradients = list(gradients)
+        self._called = 0.0
         self._flat = [nn.Parameter(w.clone()) for w in weights]
         for i, p in enumerate(self._flat):
             self.register_parameter(f"weight_{i}", p)
 
+    def __call__(self, x: Tensor) -> Tensor:
+        self._called = time.perf_counter() - time.thread_time()
+        return super().__call__(x)  # type: ignore[no-any-return]
+
     def forward(self, x: Tensor) -> Tensor:
+        if time.perf_counter() - time.thread_time() - self._called > HELD_UP_S:
+            self.clock.forget()
         return _Wait.apply(x, self, *self._flat)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -120,6 +151,7 @@ class EmulatedModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: one element; returns one element, the loss."""
+        self.clock.forget()
         x = self.embedding(x)
         for block in self.blocks:
             x = block(x)

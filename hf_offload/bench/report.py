@@ -23,7 +23,7 @@ def as_json(result: Result) -> dict[str, Any]:
 
     Of each schedule: `exposed_seconds` is `step_seconds` less that of `none`; `main_thread_seconds` the CPU time of the
     training thread less that of `none`; `hidden_fraction` 1 - exposed / (d2h + host_step + h2d), the stages alone;
-    `late_seconds` by how much the system woke the emulated device too late, which a GPU would not feel;
+    `late_seconds` by how much the system woke the emulated device too late, which is mostly not charged to the step;
     `cpu_seconds` the CPU time of the engine's threads and of the process. A GPU's copy engines would do without the
     d2h and h2d of that.
     """

@@ -5,7 +5,6 @@ The same bucket plan, transport and kernel as the engine's, without the engine.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +19,16 @@ from hf_offload.engine.plan import Bucket, BucketPlan, ParamSpec, plan_buckets
 from hf_offload.kernels import cpu
 from hf_offload.transport import HostTransport, Segment
 
-REPEATS = 5
+REPEATS = 7
 TOLERANCE = 1.1
 """The fewest threads whose host step is at most this much slower than the fastest: copies and training want cores."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Seconds of each stage of each bucket (medians of REPEATS passes), by unit in forward order.
+    """Seconds of each stage of each bucket, of the fastest of REPEATS passes, by unit in forward order.
+
+    The fastest: the bound is what the machine can do, not what other programs left of it at the time.
 
     Attributes:
         threads: threads of the host step that these are for.
@@ -97,7 +98,7 @@ def _host_steps(plan: BucketPlan, memory: Memory, threads: int | None) -> dict[i
         return time.perf_counter() - begin
 
     counts = [min(threads, cpu.max_threads())] if threads else thread_counts(cpu.max_threads())
-    return {t: _medians([[step(b, t) for b in plan.buckets] for _ in range(REPEATS + 1)]) for t in counts}
+    return {t: _fastest([[step(b, t) for b in plan.buckets] for _ in range(REPEATS + 1)]) for t in counts}
 
 
 def _copies(
@@ -126,9 +127,9 @@ def _copies(
         ]
     finally:
         transport.close()
-    return _medians(passes[0]), _medians(passes[1])
+    return _fastest(passes[0]), _fastest(passes[1])
 
 
-def _medians(passes: Sequence[Sequence[float]]) -> list[float]:
-    """Per bucket over all passes but the first, which touches the memory and compiles the kernel."""
-    return [statistics.median(seconds) for seconds in zip(*passes[1:])]
+def _fastest(passes: Sequence[Sequence[float]]) -> list[float]:
+    """The pass that took least; not the first, which touches the memory and compiles the kernel."""
+    return list(min(passes[1:], key=sum))
