@@ -332,6 +332,10 @@ def draw_timeline(
         Optional[str],  # noqa: UP045
         typer.Option(help="First and last step to show. Default: three from the middle.", metavar="A:B"),
     ] = None,
+    ms: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Part of these steps to show, milliseconds from their start.", metavar="A:B"),
+    ] = None,
     width: Annotated[int, typer.Option(help="Pixels.", metavar="N")] = 1600,
     debug: Debug = False,
 ) -> None:
@@ -346,7 +350,7 @@ def draw_timeline(
     from hf_offload import timeline_plot
 
     picture = output or file.with_suffix(".png")
-    window = timeline_plot.draw(file, picture, steps, width)
+    window = timeline_plot.draw(file, picture, steps, width, ms)
     hidden = "" if window.hidden_fraction is None else f", {timeline_plot.percent(window.hidden_fraction)} hidden"
     shown = f"step {window.first}" if window.first == window.last else f"steps {window.first} to {window.last}"
     typer.echo(f"Wrote {picture}: {shown}{hidden}")

@@ -55,24 +55,26 @@ class Window:
         return min(1.0, max(0.0, 1.0 - self.busy("wait") / work)) if work > 0 else None
 
 
-def draw(file: Path, output: Path, steps: str | None = None, width: int = 1600) -> Window:
+def draw(file: Path, output: Path, steps: str | None = None, width: int = 1600, ms: str | None = None) -> Window:
     """Draw the timeline in `file` into `output`, whose suffix says in what format.
 
     Args:
         steps: `A:B`, the first and the last step to show, or one step; None: three from the middle, after the second.
         width: pixels.
+        ms: `A:B`, the part of these steps to show, in milliseconds from the start of the first; None: all.
 
     Raises:
-        ConfigError: a file that is not a timeline, steps it does not hold, a format or folder that does not work, or
+        ConfigError: a file that is not a timeline, steps or milliseconds it does not hold, a format or folder that does not work, or
             matplotlib is not installed.
     """
     if not WIDTHS[0] <= width <= WIDTHS[1]:
         cause, remedy = "outside what can be drawn", f"Give {WIDTHS[0]} to {WIDTHS[1]} pixels"
         raise ConfigError(explain("--width", width, cause, remedy))
     window = choose(load_spans(file), steps)
+    limits = (0.0, window.seconds * 1e3) if ms is None else _limits(ms, window.seconds * 1e3)
     figure = _figure(width)
     form = _format(figure, output)
-    _draw(figure, window)
+    _draw(figure, window, limits)
     picture = io.BytesIO()
     figure.savefig(picture, format=form)
     try:
@@ -112,6 +114,19 @@ def _parse(steps: str) -> tuple[int, int]:
     if first > last:
         raise ConfigError(explain("--steps", steps, "no step lies between them", remedy))
     return first, last
+
+
+def _limits(ms: str, length: float) -> tuple[float, float]:
+    """The milliseconds asked for, cut to the length of the window. Raises ConfigError."""
+    try:
+        first, last = (float(part) for part in ms.split(":"))
+    except ValueError:
+        cause, remedy = "not two numbers", "Give the first and the last millisecond, as 0:250"
+        raise ConfigError(explain("--ms", ms, cause, remedy)) from None
+    if not 0 <= first < min(last, length):
+        cause = f"the steps shown take {length:,.1f} milliseconds"
+        raise ConfigError(explain("--ms", ms, cause, "Give a part of them, as 0:250, the smaller number first"))
+    return first, min(last, length)
 
 
 def _window(spans: Sequence[Span], first: int, last: int) -> Window:
@@ -168,18 +183,20 @@ def _format(figure: Any, output: Path) -> str:
     return form
 
 
-def _draw(figure: Any, window: Window) -> None:
+def _draw(figure: Any, window: Window, limits: tuple[float, float]) -> None:
     axes = figure.add_axes((0.138, 0.19, 0.752, 0.60))
     for row, track in enumerate(TRACKS):
         for phase in (phase for phase, at in TRACK_OF.items() if at == track):
-            _bars(axes, row, phase, window)
+            _bars(axes, row, phase, window, limits)
     for number, start in window.starts:
+        if not limits[0] <= start * 1e3 < limits[1]:
+            continue
         axes.axvline(start * 1e3, color="#333333", linewidth=0.8, zorder=0)
         axes.annotate(
             f"step {number}", (start * 1e3, 1.0), (2, 3), xycoords=("data", "axes fraction"),
             textcoords="offset points", fontsize=9, color="#333333", annotation_clip=False,
         )  # fmt: skip
-    axes.set_xlim(0, window.seconds * 1e3)
+    axes.set_xlim(*limits)
     axes.set_ylim(len(TRACKS) - 0.45, -0.55)
     axes.set_yticks(range(len(TRACKS)), TRACKS, fontsize=11)
     axes.tick_params(axis="y", length=0)
@@ -192,9 +209,8 @@ def _draw(figure: Any, window: Window) -> None:
     figure.text(0.015, 0.93, _title(window), fontsize=11.5, fontweight="bold", va="center")
 
 
-def _bars(axes: Any, row: int, phase: str, window: Window) -> None:
+def _bars(axes: Any, row: int, phase: str, window: Window, limits: tuple[float, float]) -> None:
     spans = [span for span in window.spans if span.phase == phase]
-    milliseconds = window.seconds * 1e3
     where = [(span.start * 1e3, span.seconds * 1e3) for span in spans]
     low, high = row - 0.36, 0.72
     if phase == "wait":
@@ -203,7 +219,7 @@ def _bars(axes: Any, row: int, phase: str, window: Window) -> None:
         return
     colors = [_SHADES[phase][span.step % 2] for span in spans]
     # thin gaps tell buckets apart; beside narrow bars they would wash the colour out
-    line = 0.4 if spans and sum(length for _, length in where) / len(spans) > milliseconds / _BARS else 0.0
+    line = 0.4 if spans and sum(length for _, length in where) / len(spans) > (limits[1] - limits[0]) / _BARS else 0.0
     axes.broken_barh(where, (low, high), facecolors=colors, edgecolor="white", linewidth=line, zorder=2)
 
 

@@ -376,6 +376,20 @@ def test_the_four_rows_have_their_own_colours_and_waits_are_on_the_first(tmp_pat
     assert [rgb(_WAIT) in found for found in seen] == [True, False, False, False]
 
 
+def test_a_part_of_the_steps_is_drawn_larger(tmp_path: Path) -> None:
+    path = run_of(tmp_path / "t.json")
+    draw(path, tmp_path / "t.svg", "4:6", ms="900:2000")
+    text = (tmp_path / "t.svg").read_text()
+    assert "step 5" in text and "step 4" not in text and "step 6" not in text  # they begin at 0, 1000 and 2000
+    assert "exposed 200 ms of a step's 1,000 ms" in text  # the figures stay those of whole steps
+
+
+@pytest.mark.parametrize("ms", ["", "5", "5:5", "6:5", "a:b", "-1:5", "3000:4000", "nan:5", "1:2:3"])
+def test_a_part_that_makes_no_sense_is_refused(tmp_path: Path, ms: str) -> None:
+    with pytest.raises(ConfigError, match=r"--ms='.*Give "):
+        draw(run_of(tmp_path / "t.json"), tmp_path / "t.svg", "4:6", ms=ms)
+
+
 @pytest.mark.parametrize("suffix", ["svg", "PDF", "jpg"])
 def test_the_suffix_says_the_format(tmp_path: Path, suffix: str) -> None:
     output = tmp_path / f"t.{suffix}"

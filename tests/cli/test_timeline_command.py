@@ -61,6 +61,7 @@ def test_its_help_fits_80_columns_and_the_root_help_names_it() -> None:
         (["TRACE", "--steps", "20:30"], "--steps='20:30': the file holds steps 1 to 8"),
         (["TRACE", "--steps", "6:5"], "no step lies between them"),
         (["TRACE", "--steps", "x"], "--steps='x': not two numbers"),
+        (["TRACE", "--ms", "9000:9001"], "--ms='9000:9001': the steps shown take 3,000.0 milliseconds"),
         (["TRACE", "--width", "10"], "--width=10"),
     ],
 )
