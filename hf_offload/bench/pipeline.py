@@ -19,6 +19,7 @@ import dataclasses
 import gc
 import hashlib
 import math
+import os
 import statistics
 import threading
 import time
@@ -211,6 +212,32 @@ def thread_seconds() -> dict[str, float]:
     return {t.name.removeprefix("hf_offload-"): time.clock_gettime(clock_of(t.ident)) for t in ours}
 
 
+class BusyCores:
+    """How many cores other programs kept busy since this was made: figures of a busy machine are worth little."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def others(self) -> float | None:
+        """None where the system cannot tell (no /proc/stat)."""
+        if self._start is None or (now := self._now()) is None:
+            return None
+        machine, own, wall = (b - a for a, b in zip(self._start, now))
+        return max(0.0, machine - own) / wall if wall > 0 else 0.0
+
+    @staticmethod
+    def _now() -> tuple[float, float, float] | None:
+        """Seconds all cores were busy (stolen ones too), this process's CPU seconds, the time."""
+        try:
+            with open("/proc/stat", encoding="ascii") as lines:
+                # user nice system idle iowait irq softirq steal, in ticks (man 5 proc)
+                ticks = [int(word) for word in lines.readline().split()[1:9]]
+            machine = (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError):
+            return None
+        return machine, time.process_time(), time.perf_counter()
+
+
 def _train(setting: Setting, model: EmulatedModel, optimizer: OffloadAdam | None, max_norm: float | None) -> Round:
     """Warm-up steps, then the window."""
     x = torch.zeros(1)
@@ -301,13 +328,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """A whole run."""
+    """A whole run.
+
+    Attributes:
+        params, tensors: of the model.
+        others: cores that other programs kept busy meanwhile, on average; None where the system cannot tell.
+    """
 
     setting: Setting
     stages: stage_times.Stages
     params: int
     tensors: int
     rows: Mapping[str, Row]
+    others: float | None
 
 
 def run(setting: Setting, say: Callable[[str], None] = lambda text: None) -> Result:
@@ -320,6 +353,7 @@ def run(setting: Setting, say: Callable[[str], None] = lambda text: None) -> Res
         HostMemoryError: the largest schedule's memory does not fit.
     """
     memory = setting.memory()
+    busy = BusyCores()
     say("Measuring each stage alone ...")
     measured = stage_times.measure(memory, setting.bucket_bytes, setting.ring_slots, setting.link_gb_s, setting.threads)
     gc.collect()
@@ -340,7 +374,7 @@ def run(setting: Setting, say: Callable[[str], None] = lambda text: None) -> Res
         same = all(r.digest == bits[contender.clip == ALWAYS] for r in rounds[name]) if contender.exact else None
         clip = {None: "none", NEVER: "never bites", ALWAYS: "always bites"}[contender.clip]
         rows[name] = _row(rounds[name], base, bound(name, setting.units(measured)), measured, clip, same)
-    return Result(setting, measured, sum(map(sum, memory.sizes)), sum(map(len, memory.sizes)), rows)
+    return Result(setting, measured, sum(map(sum, memory.sizes)), sum(map(len, memory.sizes)), rows, busy.others())
 
 
 def _row(

@@ -17,6 +17,9 @@ CLIP = (
     "always bites: clip_grad_norm_ is called, on the host"
 )
 
+BUSY = 0.1
+"""Cores that other programs may take before the table says that they spoil the figures."""
+
 
 def as_json(result: Result) -> dict[str, Any]:
     """Seconds are of one step: medians over the rounds of means over each round's window.
@@ -42,6 +45,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "machine": {
             **hardware(),
             "versions": versions(),
+            "other_programs_cores": result.others,
             "d2h_seconds": stages.total("d2h"),
             "host_step_seconds": stages.total("host_step"),
             "h2d_seconds": stages.total("h2d"),
@@ -148,6 +152,11 @@ def _remarks(result: Result) -> list[str]:
         f"What remains of the emulation: the copies take {copies} of CPU time a step, which a GPU's copy engines would "
         f"not, and the emulated device is woken {late} a step too late."
     )
+    if result.others is not None and result.others > BUSY:
+        found.append(
+            f"[yellow]Other programs kept {result.others:.1f} cores busy meanwhile: these figures are not the engine's "
+            "alone. Run it again on a quiet machine.[/]"
+        )
     return found
 
 

@@ -46,7 +46,7 @@ TWO_BUCKETS = units([(1, 3, 2), (1, 3, 2)], [(1, 3, 2)])
         ("streamed", TWO_BUCKETS, (10, 0)),
         # the second unit is stepped in backward; the first is down at 1, stepped at 4, up at 6
         ("speculative_hit", QUICK, (6, 0)),
-        # the second: down 21, stepped 51 (11 after the end); the first: stepped 81 (41 after), up 43; second up long ago
+        # the second: down 21, stepped 51 (11 after the end); the first: stepped 81 (41 after), up 43; the second before
         ("speculative_hit", SLOW_HOST, (43, 0)),
         # the first bucket is stepped from 1 on, without waiting for the second: stepped at 4 and 7, up at 6 and 9
         ("speculative_hit", TWO_BUCKETS, (9, 0)),

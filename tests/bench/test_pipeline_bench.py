@@ -1,0 +1,315 @@
+"""`hf-offload bench pipeline`: the emulated device, the bookkeeping, and what is printed. No timing is asserted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from hf_offload import cli
+from hf_offload.bench import emulated, pipeline, report, stages
+from hf_offload.bench.emulated import Clock, EmulatedModel, Memory, module_sizes
+from hf_offload.bench.pipeline import CONTENDERS, Setting
+from hf_offload.engine.units import find_units
+from hf_offload.errors import ConfigError, HostMemoryError
+
+TINY = {"blocks": 2, "params_per_block": 6000, "forward_ms": 0.2, "backward_ms": 1.0, "steps": 2, "rounds": 2}
+OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+STEPS = 2 * 2  # rounds x steps: what is measured
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["bench", "pipeline", *arguments], env={"COLUMNS": "80"})
+
+
+# ------------------------------------------------------------------------------------------- the emulated device
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory(module_sizes(3, 6000, 12), seed=0)
+
+
+def gradients(memory: Memory) -> list[torch.Tensor]:
+    return [g for module in memory.split(memory.gradients) for g in module]
+
+
+def test_embedding_and_head_hold_7_percent_each() -> None:
+    sizes = module_sizes(24, 2_800_000, 12)
+    counts = [sum(unit) for unit in sizes]
+    assert counts[1:-1] == [2_800_000] * 24
+    for edge in (counts[0], counts[-1]):
+        assert edge / sum(counts) == pytest.approx(0.07, rel=1e-4)
+    assert sum(map(len, sizes)) == 290
+
+
+def test_a_block_that_does_not_divide_keeps_every_parameter() -> None:
+    assert [sum(unit) for unit in module_sizes(2, 100, 7)][1:-1] == [100, 100]
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_gradients_are_the_buffers_themselves(memory: Memory, hooked: bool) -> None:
+    model = EmulatedModel(memory, (0.0, 0.0))
+    for p in model.parameters():
+        if hooked:
+            p.register_post_accumulate_grad_hook(lambda p: None)
+    model(torch.zeros(1)).backward()
+    for p, buffer in zip(model.parameters(), gradients(memory), strict=True):
+        assert p.grad is not None and p.grad.data_ptr() == buffer.data_ptr()
+        assert buffer.count_nonzero() > 0.9 * buffer.numel()
+
+
+def test_models_share_gradients_but_not_weights(memory: Memory) -> None:
+    first, second = EmulatedModel(memory, (0.0, 0.0)), EmulatedModel(memory, (0.0, 0.0))
+    with torch.no_grad():
+        next(first.parameters()).zero_()
+    assert torch.equal(next(second.parameters()), memory.split(memory.weights)[0][0])
+    assert memory.weights.count_nonzero() > 0.9 * memory.weights.numel()
+
+
+def test_gradients_come_module_by_module_from_head_to_embedding(memory: Memory) -> None:
+    model, seen = EmulatedModel(memory, (0.0, 0.0)), []
+    module_of = {id(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(module_of[id(p)]))
+    model(torch.zeros(1)).backward()
+    assert len(seen) == 3 * 12 + 2
+    assert list(dict.fromkeys(seen)) == ["head", "blocks.2", "blocks.1", "blocks.0", "embedding"]
+    assert seen == sorted(seen, key=list(dict.fromkeys(seen)).index)  # none between those of another module
+
+
+def test_the_engine_sees_one_unit_a_module_in_forward_order(memory: Memory) -> None:
+    found = find_units(EmulatedModel(memory, (0.0, 0.0)))
+    assert [u.name for u in found.units] == ["embeddings", "blocks.0", "blocks.1", "blocks.2", "tail"]
+    plan = stages.bucket_plan(memory, 1 << 20)
+    assert [b.unit for b in plan.buckets] == [0, 1, 2, 3, 4]
+    assert plan.numel == sum(p.numel() for u in found.units for p in u.params)
+
+
+@dataclass
+class FakeTime:
+    """A clock that only sleeping, or a test, moves on; every sleep lasts `late` too long."""
+
+    now: float = 0.0
+    late: float = 0.0
+    slept: tuple[float, ...] = ()
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
+        return 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += (seconds,)
+        self.now += seconds + self.late
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTime]:
+    fake = FakeTime()
+    monkeypatch.setattr(emulated, "time", fake)
+    yield fake
+
+
+def test_python_between_modules_is_charged(clock: FakeTime) -> None:
+    device = Clock()
+    device.work(4.0)
+    clock.now += 1.0
+    device.work(4.0)
+    assert clock.now == 9.0 and device.late_seconds == 0.0
+
+
+def test_a_late_wake_up_is_not_charged_but_counted(clock: FakeTime) -> None:
+    device, clock.late = Clock(), 0.5
+    for _ in range(3):
+        device.work(4.0)
+    assert clock.slept == (4.0, 3.5, 3.5)
+    assert device.late_seconds == 1.5
+
+
+def test_a_wake_up_later_than_the_next_module_is_made_good_by_those_after_it(clock: FakeTime) -> None:
+    device, clock.late = Clock(), 5.0
+    device.work(4.0)  # until 9 instead of 4
+    clock.late = 0.0
+    device.work(4.0)
+    device.work(4.0)
+    assert clock.now == 12.0
+
+
+def test_after_a_wait_for_weights_nothing_is_made_good(clock: FakeTime, memory: Memory) -> None:
+    model, clock.late = EmulatedModel(memory, (4.0, 8.0)), 0.5
+
+    def hold_up(module: object, args: object) -> None:
+        clock.now += 2.0
+
+    model.blocks[1].register_forward_pre_hook(hold_up)
+    model(torch.zeros(1)).sum().backward()
+    forward, backward = clock.slept[:3], clock.slept[3:]
+    assert forward == (4.0, 4.0, 3.5)  # block 1 was woken late before, and held up: it takes its full time from then on
+    assert backward == (7.5, 7.5, 7.5)
+
+
+def test_nothing_is_carried_over_into_the_next_step(clock: FakeTime, memory: Memory) -> None:
+    model, clock.late = EmulatedModel(memory, (4.0, 8.0)), 0.5
+    for _ in range(2):
+        clock.slept = ()
+        model(torch.zeros(1)).backward()
+        assert clock.slept[0] == 4.0
+
+
+# --------------------------------------------------------------------------------------------------- the stages
+
+
+def test_every_bucket_gets_its_times_and_the_largest_parameter_is_sliced(memory: Memory) -> None:
+    found = stages.measure(memory, bucket_bytes=5000, slots=2, link_gb_s=1.0, threads=1)
+    edge = memory.sizes[0][0]
+    assert [len(unit) for unit in found.units] == [-(-edge // 2500), 3, 3, 3, -(-edge // 2500)]
+    assert all(min(b.d2h, b.host_step, b.h2d) > 0 for unit in found.units for b in unit)
+    assert found.total("d2h") >= 2 * sum(map(sum, memory.sizes)) / 1e9  # the link's speed holds
+    assert found.seconds == pytest.approx(sum(found.total(s) for s in ("d2h", "host_step", "h2d")))
+    assert found.threads == 1 and list(found.host_step_by_threads) == [1]
+
+
+def test_thread_counts() -> None:
+    assert [stages.thread_counts(n) for n in (1, 2, 3, 12)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8, 12]]
+
+
+# ----------------------------------------------------------------------------------------------------- the runs
+
+
+@pytest.fixture(scope="module")
+def result() -> pipeline.Result:
+    return pipeline.run(Setting(**TINY))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def figures(result: pipeline.Result) -> dict[str, Any]:
+    return json.loads(json.dumps(report.as_json(result)))  # type: ignore[no-any-return]
+
+
+KEYS = {"step_seconds", "exposed_seconds", "bound_seconds", "hidden_fraction", "main_thread_seconds"}
+
+
+def test_all_schedules_are_there_with_their_figures(figures: dict[str, Any]) -> None:
+    assert set(figures) == {"schedules", "config", "machine"}
+    names = ["none", "in_order", "overlapped", "streamed", "speculative_hit", "speculative_miss", "delayed"]
+    assert list(figures["schedules"]) == names
+    none = figures["schedules"]["none"]
+    for name, row in figures["schedules"].items():
+        assert set(row) >= KEYS
+        assert all(isinstance(row[key], float) for key in KEYS)
+        assert len(row["round_seconds"]) == 2
+        assert row["exposed_seconds"] == pytest.approx(row["step_seconds"] - none["step_seconds"])
+        alone = sum(figures["machine"][f"{stage}_seconds"] for stage in ("d2h", "host_step", "h2d"))
+        assert row["hidden_fraction"] == pytest.approx(1 - row["exposed_seconds"] / alone)
+        assert name == "none" or row["bound_seconds"] > 0
+    assert none["exposed_seconds"] == none["bound_seconds"] == none["main_thread_seconds"] == 0.0
+
+
+@pytest.mark.parametrize("name", [n for n, c in CONTENDERS.items() if c.exact])
+def test_exact_schedules_leave_the_bits_of_in_order(figures: dict[str, Any], name: str) -> None:
+    assert figures["schedules"][name]["same_bits"] is True
+
+
+def test_the_steps_were_taken(result: pipeline.Result) -> None:
+    """The bits are compared with, and so are not, those of the start; a clip that bites changes them."""
+    start = pipeline.digest(EmulatedModel(Memory(module_sizes(2, 6000, 12), 0), (0.0, 0.0)))
+    ends = {name: {r.digest for r in row.rounds} for name, row in result.rows.items() if name != "none"}
+    assert all(len(digests) == 1 and start not in digests for digests in ends.values())
+    assert ends["speculative_miss"] != ends["speculative_hit"] == ends["in_order"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("in_order", ""), ("overlapped", ""), ("streamed", ""), ("delayed", ""),
+                       ("speculative_hit", "hits"), ("speculative_miss", "misses")]
+)  # fmt: skip
+def test_guesses_turn_out_as_named(figures: dict[str, Any], name: str, kind: str) -> None:
+    """In every measured step, and never the other way."""
+    for counted in ("hits", "misses"):
+        found = figures["schedules"][name][f"speculation_{counted}"]
+        assert found >= STEPS if counted == kind else found == 0
+
+
+def test_every_schedule_had_an_engine_and_none_had_not(result: pipeline.Result) -> None:
+    for name, row in result.rows.items():
+        threads = {thread for r in row.rounds for thread in r.threads}
+        assert ({"step", "d2h", "h2d"} <= threads) is (name != "none")
+
+
+def test_what_ran_can_be_read_from_the_config(figures: dict[str, Any]) -> None:
+    config = figures["config"]
+    sizes = module_sizes(2, 6000, 12)
+    assert config["params"] == sum(map(sum, sizes)) and config["tensors"] == 26
+    assert {k: config[k] for k in TINY} == TINY
+    assert isinstance(config["threads"], int) and "measurement" in config["threads_by"]
+    assert "device computes it" in config["clip"]
+    machine = figures["machine"]
+    assert machine["other_programs_cores"] is None or machine["other_programs_cores"] >= 0
+
+
+def test_the_shadow_has_room_for_every_bucket() -> None:
+    sizes = [[100], [30, 30], [100]]
+    assert Setting(bucket_bytes=1 << 20).shadow_bytes(sizes) == 3 * 100 * 14
+    assert Setting(bucket_bytes=80).shadow_bytes(sizes) == (3 + 2 + 3) * 40 * 14
+
+
+# ---------------------------------------------------------------------------------------------- the command line
+
+
+def test_json_is_all_there_is_on_stdout() -> None:
+    done = invoke(*OPTIONS, "--rounds=1", "--schedules=in_order,overlapped", "--json")
+    assert done.exit_code == 0, done.output
+    assert list(json.loads(done.stdout)["schedules"]) == ["none", "in_order", "overlapped"]
+
+
+def test_the_table_names_what_bounds_each_schedule(result: pipeline.Result) -> None:
+    done = invoke(*OPTIONS, "--rounds=1", "--schedules=in_order,overlapped")
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for word in ("in_order: Everything is exposed", "overlapped: The first unit waits", "same", "hidden", "CPU time"):
+        assert word in done.stdout
+    for name, row in result.rows.items():
+        assert report.bounded_by(name, row, 1.0).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--blocks=1"], ["blocks=1", "at least 2"]),
+        (["--params-per-block=many"], ["--params-per-block='many'", "7e9"]),
+        (["--params-per-block=5", "--tensors-per-block=6"], ["tensors_per_block=6", "only 5"]),
+        (["--link-gb-s=0"], ["link_gb_s=0.0", "above 0"]),
+        (["--link-gb-s=nan"], ["link_gb_s=nan", "above 0"]),
+        (["--forward-ms=-1"], ["forward_ms=-1.0", "at least 0"]),
+        (["--steps=0"], ["steps=0", "at least 1"]),
+        (["--threads=0"], ["threads=0", "at least 1"]),
+        (["--schedules=overlaped"], ["schedules='overlaped'", "Did you mean 'overlapped'"]),
+        (["--params-per-block=1e13"], ["GB"]),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: list[str], words: list[str]) -> None:
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert done.stdout == "" and "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_the_same_from_python() -> None:
+    with pytest.raises(ConfigError, match="warmup_steps=1: below 2"):
+        Setting(warmup_steps=1)
+    with pytest.raises(HostMemoryError):
+        pipeline.run(Setting(params_per_block=10**13))
+
+
+@pytest.mark.parametrize("command", [["bench"], ["bench", "pipeline"]])
+def test_help_fits_80_columns(command: list[str]) -> None:
+    done = CliRunner().invoke(cli.app, [*command, "--help"], env={"COLUMNS": "80"})
+    assert done.exit_code == 0 and "pipeline" in done.output
+    assert max(map(len, done.output.splitlines())) <= 80
