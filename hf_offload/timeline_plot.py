@@ -64,8 +64,8 @@ def draw(file: Path, output: Path, steps: str | None = None, width: int = 1600, 
         ms: `A:B`, the part of these steps to show, in milliseconds from the start of the first; None: all.
 
     Raises:
-        ConfigError: a file that is not a timeline, steps or milliseconds it does not hold, a format or folder that does not work, or
-            matplotlib is not installed.
+        ConfigError: a file that is not a timeline, steps or milliseconds it does not hold, a format or folder that
+            does not work, or matplotlib is not installed.
     """
     if not WIDTHS[0] <= width <= WIDTHS[1]:
         cause, remedy = "outside what can be drawn", f"Give {WIDTHS[0]} to {WIDTHS[1]} pixels"
