@@ -134,6 +134,7 @@ class _Parts:
 
 
 def _build(device: CudaDevice, slots: int, slot_bytes: int, timeout_s: float) -> _Parts:
+    slab = None
     try:
         with device.current():
             slab = reserve(device, slots, slot_bytes)
@@ -142,6 +143,7 @@ def _build(device: CudaDevice, slots: int, slot_bytes: int, timeout_s: float) ->
             up = Lane(device, packer, "the copy of weights to the device", up=True)
             return _Parts(device, (down, up), slab, timeout_s)
     except Exception as error:
+        slab = None  # at once, though this frame stays with the error
         ours = as_ours(error, "the streams of the transport")
         if ours is not error:
             raise ours from error

@@ -55,11 +55,12 @@ class Mark:
     __slots__ = ("_give", "event")
 
     def __init__(self, event: int, give: Callable[[int], None]) -> None:
-        self.event = event
         self._give = give
+        self.event = event
 
     def __del__(self) -> None:
-        self._give(self.event)
+        if hasattr(self, "event"):  # Ctrl-C may have come before
+            self._give(self.event)
 
 
 class CudaDevice:

@@ -149,16 +149,19 @@ class Lane:
         self._inside(close)
 
     def _inside(self, do: Callable[[], T]) -> T:
-        """No context manager: an interrupt between its entry and its body would leave the lock held."""
+        """No context manager, nor more than a call in the body: an interrupt in between would leave the lock held."""
         with self._lock:
-            before = None
-            try:
-                self._holder = threading.get_ident()
-                before = self._device.enter()
-                return do()
-            finally:
-                self._device.leave(before)
-                self._holder = 0
+            return self._locked(do)
+
+    def _locked(self, do: Callable[[], T]) -> T:
+        before = None
+        try:
+            self._holder = threading.get_ident()
+            before = self._device.enter()
+            return do()
+        finally:
+            self._holder = 0
+            self._device.leave(before)
 
     def _check_open(self) -> None:
         if self._closed:

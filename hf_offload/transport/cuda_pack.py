@@ -30,7 +30,7 @@ _THREADS = 256
 _ROW = np.dtype([("pointer", np.uint64), ("offset", np.uint32), ("nbytes", np.uint32)])
 _TABLE = np.dtype([("row", _ROW, (ROWS,))])
 
-SOURCE = f"#define ROWS {ROWS}" + """
+_BODY = """
 struct Row { unsigned long long pointer; unsigned int offset; unsigned int nbytes; };
 struct Table { Row row[ROWS]; };
 
@@ -59,6 +59,7 @@ extern "C" __global__ void hf_offload_pack(const Table table, unsigned char* slo
     else move_as<unsigned char>(to, from, row.nbytes);
 }
 """
+SOURCE = f"#define ROWS {ROWS}{_BODY}"
 
 
 class Packer:

@@ -15,6 +15,7 @@ import os
 import random
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -64,10 +65,10 @@ class _Queue:
         self.device = device
         self._fake = fake
         self._lock = threading.Lock()
-        self._operations: deque[Callable[[], None]] = deque()
+        self._operations: deque[Callable[[], object]] = deque()
         self.busy = False
 
-    def put(self, operation: Callable[[], None]) -> None:
+    def put(self, operation: Callable[[], object]) -> None:
         with self._lock:
             self._operations.append(operation)
             if self.busy:
@@ -83,6 +84,7 @@ class _Queue:
                 if not self._fake.failed:
                     operation()
             except BaseException:
+                traceback.print_exc()
                 self._fake.failed = True
             del operation
             with self._lock:
@@ -289,7 +291,7 @@ class FakeCupy:
     def use_stream(self, device: int, stream: int) -> None:
         self.local.torch = {**getattr(self.local, "torch", {}), device: stream}
 
-    def run_on(self, device: int, stream: int, operation: Callable[[], None]) -> None:
+    def run_on(self, device: int, stream: int, operation: Callable[[], object]) -> None:
         """A kernel: any function, run when `stream` of `device` reaches it."""
         self._of(device, stream).put(operation)
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from typing import Any
 
 import pytest
 
 from hf_offload import OffloadConfig
+from hf_offload.engine.placement import _facts
 from hf_offload.errors import ConfigError, UnsupportedError
 from hf_offload.transport import HostTransport, make_transport
+from hf_offload.transport.cuda import CudaTransport
 from hf_offload.transport.select import DeviceFacts, cupy_command, transport_kind
+from support.fake_cupy import FakeCupy
 
 CPU = DeviceFacts("cpu", gpu=False, cuda_version=None)
 CUDA = DeviceFacts("cuda", gpu=True, cuda_version="13.0")
@@ -37,6 +41,31 @@ def test_parameters_on_a_cpu_get_the_host_transport(transport: str) -> None:
     assert len(made.down) == 3 and made.down[0].size == 128
     assert made._lanes[0]._seconds_per_byte == 1e-9 and made._lanes[1]._latency_s == pytest.approx(9e-6)
     made.close()
+
+
+def test_parameters_on_a_gpu_get_the_cuda_transport_of_their_device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy(True)
+    fake = FakeCupy(devices=4)
+    monkeypatch.setattr("hf_offload.transport.cuda._import_cupy", lambda: fake)
+    facts = DeviceFacts("cuda", gpu=True, cuda_version="13.0", index=2)
+    made = make_transport(OffloadConfig(ring_slots=3, timeout_s=7.0), facts, 100, lambda: 0)
+    assert isinstance(made, CudaTransport) and made.name == "cuda"
+    assert len(made.down) == 3 and made.down[0].size == 128
+    assert {queue.device for queue in fake.handles.values()} == {2}
+    assert made._parts._timeout_s == 7.0
+    made.close()
+
+
+def test_a_cupy_that_does_not_import_is_no_traceback(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy(True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ConfigError, match="transport='cuda': CuPy is installed, but cannot be imported"):
+        make_transport(OffloadConfig(), CUDA, 64)
+
+
+def test_the_engine_asks_torch_which_device_it_is() -> None:
+    assert _facts("cuda:3").index == 3 and _facts("cuda").index == _facts("cpu").index == 0
+    assert _facts("cuda:3").kind == "cuda"
 
 
 @pytest.mark.parametrize(
