@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from hf_offload.config import OffloadConfig
 from hf_offload.engine import Engine
-from hf_offload.engine.gradients import collect
 from hf_offload.engine.hyper import check_group
-from hf_offload.engine.scaling import PendingScale
+from hf_offload.engine.scaling import Factor, PendingScale
 from hf_offload.engine.stats import Stats
 from hf_offload.engine.tensors import check_parameter
 from hf_offload.errors import ConfigError, StateError, UnsupportedError, explain
-from hf_offload.state import load
+from hf_offload.state import LiveEntry, load, plain_entry, shows
+from hf_offload.timeline import open_timeline
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +84,9 @@ class OffloadAdam(torch.optim.Optimizer):
                         "Unfreeze what is to be trained (p.requires_grad_(True)) before making the optimizer")
             )  # fmt: skip
         self.config = config or OffloadConfig()
-        self._engine = Engine(self.config, partial(_parameters_of, weakref.ref(self)))
-        self._pending = PendingScale(self._engine.threads)
+        me = weakref.ref(self)
+        self._engine = Engine(self.config, partial(_parameters_of, me), partial(_groups_of, me))
+        self._pending = PendingScale()
         self.last_grad_norm: float | None = None
         """L2 norm of the unscaled gradients as last computed by `clip_grad_norm_`."""
         if model is not None:
@@ -120,29 +121,34 @@ class OffloadAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads = collect(self.param_groups)
-        self._check_state(g.param for g in grads)
-        factor = self._pending.take(grads, self.config.skip_nonfinite)
+        found = self.engine.gather(self.param_groups)
+        self._check_state(g.param for g in found.items)
+        factor = self._pending.take(found, self.config.skip_nonfinite)
         if factor.skip:
-            self._skip()
-        elif grads:
-            self.engine.step(self.param_groups, grads, factor.value)
+            self._skip(factor)
+        elif found.items:
+            self.engine.step(self.param_groups, found, factor)
             self._fill_state()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Zeroing in place waits until the gradients have been copied; a pending clip is dropped."""
+        self._pending.clear()
         if self._engine is not None and not set_to_none:
             self._engine.wait_gradients()
-        self._pending.clear()
+            if self._engine.zero_gradients():
+                return
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, after waiting for all. Per parameter: `step` and, in its shape, the fp32 host tensors
         `exp_avg`, `exp_avg_sq` and `master`: live views, valid until the next step."""
         self.engine.wait_outsider()
+        self.engine.settle_state()
         self._fill_state()
-        return super().state_dict()
+        saved = super().state_dict()
+        saved["state"] = {number: plain_entry(entry) for number, entry in saved["state"].items()}
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `torch.optim.AdamW`; tensors are copied and stay fp32 on the host.
@@ -156,6 +162,7 @@ class OffloadAdam(torch.optim.Optimizer):
             HostMemoryError: there is no room for the state; nothing was changed.
         """
         self.engine.wait_all()
+        self.engine.settle_state()
         load(self, state_dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadAdam:
@@ -173,7 +180,7 @@ class OffloadAdam(torch.optim.Optimizer):
 
     @property
     def schedule(self) -> str:
-        """The schedule that runs: `in_order` or `overlapped`."""
+        """The schedule that runs, in full: `overlapped+streamed`, say."""
         return self.engine.schedule
 
     def attach(self, model: nn.Module) -> None:
@@ -201,7 +208,7 @@ class OffloadAdam(torch.optim.Optimizer):
             ConfigError: a negative or NaN bound.
             StateError: gradients were added to after an earlier call.
         """
-        norm = self._pending.clip(collect(self.param_groups), float(max_norm))
+        norm = self._pending.clip(self.engine.gather(self.param_groups), float(max_norm))
         self.last_grad_norm = norm
         return torch.tensor(norm, dtype=torch.float32, device=self._device())
 
@@ -212,7 +219,7 @@ class OffloadAdam(torch.optim.Optimizer):
         Returns:
             found_inf, a 0-dim fp32 tensor on the parameters' device: 1.0 where a gradient is inf or NaN.
         """
-        found = self._pending.unscale(collect(self.param_groups), float(inv_scale))
+        found = self._pending.unscale(self.engine.gather(self.param_groups), float(inv_scale))
         return torch.tensor(float(found), dtype=torch.float32, device=self._device())
 
     def synchronize(self) -> None:
@@ -230,6 +237,18 @@ class OffloadAdam(torch.optim.Optimizer):
     def eval(self) -> None:
         """Before evaluation: waits for all weights."""
         self.engine.wait_outsider()
+
+    def start_timeline(self, path: str) -> None:
+        """From now on the phases of each step are recorded, for `stop_timeline` or `close` to write.
+
+        Raises:
+            ConfigError: `path` cannot be written.
+        """
+        self.engine.record_to(open_timeline(path))
+
+    def stop_timeline(self) -> None:
+        """Write the timeline, if one is recorded, and record no more."""
+        self.engine.record_to(open_timeline(None))
 
     def stats(self) -> Stats:
         """The figures of the last finished step."""
@@ -268,21 +287,21 @@ class OffloadAdam(torch.optim.Optimizer):
         for p in self._parameters():
             if p not in self._shown and self.engine.is_bound(p):
                 self._shown[p] = self.engine.state_views(p)
-                self.state[p] = dict(self._shown[p])
+                self.state[p] = LiveEntry(self._shown[p], self.engine)
 
     def _check_state(self, params: Iterable[Tensor]) -> None:
         """Refuse a step of parameters whose entry of `self.state` was replaced or taken out by hand."""
         for p in params:
-            shown, entry = self._shown.get(p, {}), self.state.get(p, {})
-            if any(entry.get(name) is not tensor for name, tensor in shown.items()):
+            shown = self._shown.get(p)
+            if shown is not None and not shows(self.state.get(p), shown):
                 raise StateError(
                     explain("optimizer.state", f"of a parameter of shape {tuple(p.shape)}", "it was replaced by hand, "
                             "but what the step uses is the memory it showed", "Write into its tensors, or call "
                             "load_state_dict; with an empty 'state' in the dict, Adam starts anew")
                 )  # fmt: skip
 
-    def _skip(self) -> None:
-        self.engine.skip()
+    def _skip(self, factor: Factor) -> None:
+        self.engine.skip(factor)
         logger.warning(
             "hf_offload: the gradients' norm is not finite: this step is skipped whole, no weight or state changes "
             "(skip_nonfinite=%r).", self.config.skip_nonfinite,
@@ -292,6 +311,11 @@ class OffloadAdam(torch.optim.Optimizer):
 def _parameters_of(optimizer: weakref.ref[OffloadAdam]) -> list[Tensor]:
     alive = optimizer()
     return alive._parameters() if alive is not None else []
+
+
+def _groups_of(optimizer: weakref.ref[OffloadAdam]) -> list[dict[str, Any]]:
+    alive = optimizer()
+    return alive.param_groups if alive is not None else []
 
 
 def _no_copy(how: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -14,10 +15,56 @@ from hf_offload.engine.hyper import check_group
 from hf_offload.errors import OffloadError, StateError, explain
 
 if TYPE_CHECKING:
+    from hf_offload.engine import Engine
     from hf_offload.optimizer import OffloadAdam
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _REMEDY = "Load the state of an Adam or AdamW"
+
+
+class LiveEntry(dict[str, Tensor]):
+    """A parameter's entry of `optimizer.state`. Whoever reads it waits for the step under way first."""
+
+    def __init__(self, views: Mapping[str, Tensor], engine: Engine) -> None:
+        super().__init__(views)
+        self._engine = weakref.ref(engine)
+
+    def _settle(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.settle_state()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._settle()
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._settle()
+        return super().get(name, default)
+
+    def items(self) -> Any:
+        self._settle()
+        return super().items()
+
+    def values(self) -> Any:
+        self._settle()
+        return super().values()
+
+    def __reduce__(self) -> Any:
+        return dict, (plain_entry(self),)
+
+
+def plain_entry(entry: Any) -> Any:
+    """The entry as a plain dict, which every reader of a checkpoint knows."""
+    if not isinstance(entry, LiveEntry):
+        return entry
+    entry._settle()
+    return dict(entry)
+
+
+def shows(entry: Any, views: Mapping[str, Tensor]) -> bool:
+    """Whether an entry of `optimizer.state` still has the very tensors that show the host state."""
+    return isinstance(entry, dict) and all(dict.get(entry, name) is view for name, view in views.items())
 
 
 @dataclass(frozen=True)

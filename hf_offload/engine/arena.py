@@ -12,18 +12,23 @@ from hf_offload.engine.plan import BucketPlan, ParamSpec, plan_buckets
 from hf_offload.engine.tensors import WIRE, layout_of, shaped_view
 from hf_offload.errors import StateError, explain
 
+State = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Master, exp_avg and exp_avg_sq of a bucket: float32[numel] each."""
+
 
 class Arena:
     """12 bytes of host memory per element for a list of parameters, fixed once made.
 
     Attributes:
+        number: which of the engine's arenas it is.
         params: the parameters, on the device.
         plan: their buckets.
         master, exp_avg, exp_avg_sq: float32[plan.numel].
         steps: float32[len(params)], steps taken by each parameter; a float as in torch's AdamW.
     """
 
-    def __init__(self, params: Sequence[Tensor], units: Sequence[int], bucket_bytes: int) -> None:
+    def __init__(self, params: Sequence[Tensor], units: Sequence[int], bucket_bytes: int, number: int = 0) -> None:
+        self.number = number
         self.params = list(params)
         specs = [ParamSpec(p.numel(), WIRE[p.dtype], u) for p, u in zip(params, units)]
         self.specs = specs
@@ -36,12 +41,56 @@ class Arena:
         # One tensor whose elements all steps are: torch.save stores the memory under a view whole, once per tensor.
         self._steps = torch.from_numpy(self.steps)
         self._layouts = [layout_of(p) for p in self.params]
+        self._quick: list[object] = [(p.dtype, p.device, p.shape, p.stride()) for p in self.params]
         self.bucket_params = [np.array([p.param for p in b.pieces]) for b in self.plan.buckets]
         self.bucket_bounds = [np.array([p.offset for p in b.pieces] + [b.numel], np.int64) for b in self.plan.buckets]
         self.piece_counts = np.bincount(
             np.array([p.param for b in self.plan.buckets for p in b.pieces], np.int64), minlength=len(self.params)
         )
+        self._home: list[State] = [
+            tuple(a[b.start : b.start + b.numel] for a in (self.master, self.exp_avg, self.exp_avg_sq))  # type: ignore[misc]
+            for b in self.plan.buckets
+        ]
+        self._places = list(self._home)
+        self._aliases = [p.detach() for p in self.params]
+        self._pointers = [p.data_ptr() for p in self.params]
         self.set_units(units)
+
+    def state_of(self, bucket: int) -> State:
+        """Where a bucket's state is now: at home in the flat arrays, or where speculation left it."""
+        return self._places[bucket]
+
+    def home_of(self, bucket: int) -> State:
+        """A bucket's part of the flat arrays."""
+        return self._home[bucket]
+
+    def move(self, bucket: int, state: State) -> None:
+        """From now on `state` is the bucket's."""
+        self._places[bucket] = state
+
+    def bring_home(self) -> bool:
+        """Copy what is elsewhere back into the flat arrays. Returns whether there was anything."""
+        away = [k for k, (place, home) in enumerate(zip(self._places, self._home)) if place is not home]
+        for k in away:
+            for to, source in zip(self._home[k], self._places[k]):
+                to[:] = source
+        self._places = list(self._home)
+        return bool(away)
+
+    def weights_of(self, indices: Sequence[int]) -> tuple[list[Tensor | None], list[int]]:
+        """Aliases of the memory that these parameters have now, and its addresses; None and 0 for all others.
+
+        An alias keeps the memory, whatever `p.data = ...` puts into its place later.
+        """
+        aliases: list[Tensor | None] = [None] * len(self.params)
+        pointers = [0] * len(self.params)
+        for i in indices:
+            p = self.params[i]
+            address = p.data_ptr()
+            if address != self._pointers[i]:
+                self._aliases[i], self._pointers[i] = p.detach(), address
+            aliases[i], pointers[i] = self._aliases[i], address
+        return aliases, pointers
 
     def set_units(self, units: Sequence[int]) -> None:
         """Say anew to which unit each parameter belongs: another model was attached. The layout stays.
@@ -78,7 +127,10 @@ class Arena:
             StateError: the dtype, the device, the shape or the order of elements in memory changed.
         """
         for i in indices:
-            p, wire, layout = self.params[i], self.specs[i].wire, self._layouts[i]
+            p = self.params[i]
+            if (p.dtype, p.device, p.shape, p.stride()) == self._quick[i]:  # a microsecond instead of three
+                continue
+            wire, layout = self.specs[i].wire, self._layouts[i]
             if WIRE.get(p.dtype) != wire or layout_of(p) != layout:
                 was = f"a parameter of shape {layout[1]}, {wire} on {layout[0]}"
                 raise StateError(

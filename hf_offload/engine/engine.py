@@ -6,30 +6,36 @@ It knows tensors and groups, not torch.optim: `hf_offload.optimizer` is its face
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.arena import Arena
+from hf_offload.engine.delay import Delay, works_of
 from hf_offload.engine.gates import Gates
-from hf_offload.engine.gradients import Gradient
+from hf_offload.engine.gradients import DeviceSet, Gradient, GradientSet, StoreSet, collect
 from hf_offload.engine.hyper import Coefficients
 from hf_offload.engine.pipeline import Pipeline
 from hf_offload.engine.placement import Placement
-from hf_offload.engine.schedules import SCHEDULES, Stages
+from hf_offload.engine.scaling import Factor
+from hf_offload.engine.schedules import Stages, make_schedule
 from hf_offload.engine.seeding import reseed_masters, seeded_masters
+from hf_offload.engine.speculation import Speculation
 from hf_offload.engine.stats import Meter, Stats
+from hf_offload.engine.streaming import GradientStream
+from hf_offload.engine.taking import take
 from hf_offload.engine.tensors import check_apart
 from hf_offload.engine.units import find_units
 from hf_offload.engine.watch import WeightWatch
-from hf_offload.engine.work import ArenaWork, StepWork, bucket_works, version_counter
+from hf_offload.engine.work import BucketWork, StepWork, bucket_works
 from hf_offload.errors import ConfigError, StateError, UnsupportedError, explain
 from hf_offload.kernels import cpu
+from hf_offload.timeline import PHASES, NoTimeline, Timeline, open_timeline
 
 logger = logging.getLogger(__name__)
 
@@ -45,27 +51,37 @@ class Engine:
         parameters: gives the parameters there are. At construction what is needed for them is checked against the
             host's memory and the pinned ring is reserved; state is allocated for them at the first grad-enabled
             forward of an attached model, or at the first step.
+        groups: gives the optimizer's param_groups.
     """
 
-    def __init__(self, config: OffloadConfig, parameters: Callable[[], Sequence[Tensor]]) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig,
+        parameters: Callable[[], Sequence[Tensor]],
+        groups: Callable[[], Sequence[Mapping[str, Any]]],
+    ) -> None:
         self.config = config
         self.threads = _threads(config.threads)
         self.placement = Placement(config, parameters())
         self._parameters = parameters
+        self._groups = groups
         self._bound = False
-        self.meter = Meter()
+        self.meter = Meter(open_timeline(config.timeline))
         self.watch = WeightWatch(self.threads)
         self.arenas: list[Arena] = []
         self.gates: Gates | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._place_of: dict[Tensor, tuple[int, int]] = {}
         self._pipeline: Pipeline | None = None
+        self.stream: GradientStream | None = None
+        self.speculation = Speculation(config.shadow_bytes, self.threads) if config.shadow_bytes else None
+        self._delay: Delay | None = None
         self._last_of_unit: dict[int, int] = {}
-        self._waited_to = -1
+        self._waited_to: dict[int, int] = {}  # by device stream
         self._may_be_kept: list[tuple[Tensor, int]] = []  # parameters and the addresses of their gradients
         self._skipped = 0
         self._peak_gradient_bytes = 0
-        self._closed = False
+        self._closed = self._closing = False
 
     # ---- what is known before a step
 
@@ -74,9 +90,13 @@ class Engine:
         """The schedule that runs, or would run if a step were taken now."""
         if self._pipeline is not None:
             return self._pipeline.schedule.name
+        return make_schedule(self._base, self.config, self.speculation).name
+
+    @property
+    def _base(self) -> str:
         if self.config.schedule != "auto":
             return self.config.schedule
-        return "overlapped" if self.placement.kind == "cuda" and self.gates and not _several_ranks() else "in_order"
+        return "overlapped" if self.placement.kind == "cuda" and self.gates and not several_ranks() else "in_order"
 
     def is_bound(self, p: Tensor) -> bool:
         return p in self._place_of
@@ -144,12 +164,20 @@ class Engine:
         self.wait_all()
         self.placement.settle(fresh, 12 * sum(a.plan.numel for a in self.arenas))
         check_apart([*self._place_of, *fresh])
-        arena = Arena(fresh, [self._unit_of(p) for p in fresh], self.config.bucket_bytes)
+        number = len(self.arenas)
+        arena = Arena(fresh, [self._unit_of(p) for p in fresh], self.config.bucket_bytes, number)
+        if self.stream is not None:
+            self.stream.settle()  # seeding goes through the ring
         with seeded_masters(arena, self.placement.transport, self.threads, self.config.timeout_s):
             places = {p: (len(self.arenas), i) for i, p in enumerate(fresh)}
             # one statement: an interrupt falls before or after it
             self.arenas, self._place_of = [*self.arenas, arena], {**self._place_of, **places}
         self.watch.note(fresh)
+        if self.config.stream_gradients:
+            if self._pipeline is None:
+                self._start()
+            assert self.stream is not None
+            self.stream.open(arena)
 
     def _unit_of(self, p: Tensor) -> int:
         if self.gates is None:
@@ -158,22 +186,38 @@ class Engine:
 
     # ---- the step
 
-    def step(self, groups: Sequence[Mapping[str, Any]], grads: Sequence[Gradient], grad_scale: float) -> None:
-        """Take one step with `grads`, each multiplied by `grad_scale`. Returns when `schedule` says so."""
+    def gather(self, groups: Sequence[Mapping[str, Any]]) -> GradientSet:
+        """Every gradient of `groups`. Where gradients are streamed, what has not left yet leaves now.
+
+        Raises:
+            UnsupportedError, StateError: as `collect`. HostMemoryError: as `bind`.
+        """
+        grads = collect(groups, self.stream)
+        if not self.config.stream_gradients:
+            return DeviceSet(grads, self.threads)
         self._check_open()
-        self.wait_all()
-        record = self.meter.begin(self._steps + 1)
-        with self.meter.waiting():
+        if any(g.value is not None for g in grads) and grads:
             self.bind_trainable()
-            self.bind(g.param for g in grads)  # unfrozen or added later, or frozen since backward
+            self.bind(g.param for g in grads)
+        if self.stream is None:
+            return DeviceSet(grads, self.threads)  # there are none
+        if self.stream.flush():
+            grads = collect(groups, self.stream)
+        return StoreSet(grads, self._place_of, self.stream)
+
+    def step(self, groups: Sequence[Mapping[str, Any]], found: GradientSet, factor: Factor) -> None:
+        """Take one step with the gradients `found`, multiplied by `factor`. Returns when `schedule` says so."""
+        self._check_open()
+        self._wait_step()
+        record = self.meter.begin(self._steps + 1)
+        with self.meter.waiting("step"):
+            self.bind_trainable()
+            self.bind(g.param for g in found.items)  # unfrozen or added later, or frozen since backward
+            self._check_undelivered()
             self._reseed_suspects()
             pipeline = self._pipeline or self._start()
-            taken = self._take(groups, grads, grad_scale)
-            buckets = bucket_works(taken, self._unit_name, self._rank())
-            self._waited_to = -1
-            self._last_of_unit = {unit: k for k, w in enumerate(buckets) for unit in w.units}
-            self._may_be_kept = [(g.param, g.value.data_ptr()) for g in grads]
-            pipeline.submit(StepWork(taken, buckets), record)
+            work = self._take(groups, found.items, factor)
+            pipeline.submit(work, record)
             if pipeline.schedule.returns_at_once:
                 self._wait_units({OUTSIDE})  # no hook of ours tells when these are read
             else:
@@ -184,30 +228,56 @@ class Engine:
     def _steps(self) -> int:
         return self._pipeline.steps if self._pipeline is not None else 0
 
-    def skip(self) -> None:
+    def skip(self, factor: Factor) -> None:
         """A step that is not taken: no byte of state changes."""
         self._skipped += 1
+        if self.stream is not None:
+            self.stream.step_taken(factor.inverse, clipped=True)
 
-    def _take(self, groups: Sequence[Mapping[str, Any]], grads: Sequence[Gradient], scale: float) -> list[ArenaWork]:
+    def _take(self, groups: Sequence[Mapping[str, Any]], grads: Sequence[Gradient], factor: Factor) -> StepWork:
         """Freeze what the step needs: gradients, addresses, step counts, hyper-parameters."""
-        rows = Coefficients(groups, scale)
-        found: list[list[tuple[int, Gradient]]] = [[] for _ in self.arenas]
-        for g in grads:
-            arena, index = self._place_of[g.param]
-            found[arena].append((index, g))
-        for stepped, entries in zip(self.arenas, found):
-            stepped.check_unchanged(i for i, _ in entries)
-        works = [_arena_work(a, entries, rows) for a, entries in zip(self.arenas, found) if entries]
-        params = [g.param for g in grads]
+        rows = Coefficients(groups, factor.value)
+        stores = None if self.stream is None else self.stream.stores
+        works = take(self.arenas, self._place_of, grads, rows, stores)
+        if self.stream is not None:
+            self.stream.step_taken(factor.inverse, clipped=factor.clip != 1.0)
+        else:
+            held = sum(g.value.nbytes for g in grads if g.value is not None)
+            self._peak_gradient_bytes = max(self._peak_gradient_bytes, held)
+            self._may_be_kept = [(g.param, g.value.data_ptr()) for g in grads if g.value is not None]
         if self.gates is not None:
-            self.gates.end_of_step(params)
+            self.gates.end_of_step([g.param for g in grads])
+        buckets = bucket_works(works, self._unit_name, self._rank())
+        delivered = self._delay.next(buckets, self._most_steps()) if self._delay is not None else buckets
+        self._deliver(delivered)
+        if self._delay is not None:
+            self._delay.note_weights()
+        return StepWork(works, buckets, delivered)
+
+    def _deliver(self, delivered: Sequence[BucketWork]) -> None:
+        """The weights of these buckets will be written from now on."""
+        works = works_of(delivered)
+        params = [p for work in works for p in work.params]
+        if self.config.poison:
+            for p in params:
+                p.detach().fill_(math.nan)
         torch.autograd.graph.increment_version(params)
         for work in works:
             work.note_weights()
         self.watch.note(params)
-        nbytes = sum(g.value.numel() * g.value.element_size() for g in grads)
-        self._peak_gradient_bytes = max(self._peak_gradient_bytes, nbytes)
-        return works
+        self._waited_to = {}
+        self._last_of_unit = {unit: k for k, b in enumerate(delivered) for unit in b.units}
+
+    def _most_steps(self) -> int:
+        return max((int(a.steps.max()) for a in self.arenas if a.params), default=0)
+
+    def _check_undelivered(self) -> None:
+        """Delayed: nobody may have written to weights that the step before is still to be sent to."""
+        if self._delay is not None and self._delay.overwritten():
+            raise StateError(
+                "schedule='delayed': a weight was written to while an update for it was pending, which would be lost. "
+                "Call optimizer.synchronize() before you write to weights; load the last checkpoint to go on."
+            )
 
     def _rank(self) -> dict[int, int]:
         ranks = {OUTSIDE: -1}
@@ -219,27 +289,40 @@ class Engine:
         return "all" if unit == OUTSIDE or self.gates is None else self.gates.units.units[unit].name
 
     def _start(self) -> Pipeline:
-        """The schedule is settled at the first step, when it is known whether there is a model."""
-        name = self.schedule
-        if SCHEDULES[name].returns_at_once:
-            if self.gates is None:
-                raise ConfigError(
-                    explain("schedule", name, "no model is attached, so nothing can wait for the weights",
-                            "Give OffloadAdam(..., model=model), call optimizer.attach(model), or use 'in_order'")
-                )  # fmt: skip
-            if _several_ranks():
-                raise ConfigError(
-                    explain("schedule", name, "several processes train together, where only 'in_order' is supported",
-                            "Use schedule='auto' or 'in_order'")
-                )  # fmt: skip
+        """The schedule is settled at the first step, or when streaming begins: then it is known if there is a model."""
+        name = self._base
+        if name != "in_order":
+            check_overlap(name, self.gates is not None, several_ranks())
+        if self.config.stream_gradients and several_ranks():
+            cause = "several processes train together, and gradients would leave before they are averaged"
+            raise ConfigError(explain("stream_gradients", True, cause, "Leave it out, with schedule='in_order'"))
         stages = Stages(self.placement.transport, self.threads, self.config.timeout_s)
-        self._pipeline = Pipeline(stages, SCHEDULES[name])
+        self._delay = Delay(self.config.delay_warmup_steps) if name == "delayed" else None
+        schedule = make_schedule(name, self.config, self.speculation)
+        self._pipeline = Pipeline(stages, schedule, self.speculation)
+        if self.config.stream_gradients:
+            self.stream = GradientStream(
+                self.placement.transport, self._pipeline, self.meter, self.threads, self.config.accumulate_dtype,
+                self.speculation, self._groups,
+            )  # fmt: skip
         return self._pipeline
 
     # ---- waiting
 
     def wait_all(self) -> None:
-        """Return when no step is under way and the weights are on the device."""
+        """Return when no step is under way, no update is pending, and the weights are on the device."""
+        self._wait_step()
+        if self._delay is not None and self._delay.pending and not self._closing:
+            self._check_undelivered()
+            with self.meter.waiting():
+                assert self._pipeline is not None and self.meter.current is not None
+                delivered = self._delay.end()
+                self._deliver(delivered)
+                self._pipeline.submit(StepWork((), (), delivered), self.meter.current)
+                self._pipeline.wait_all()
+
+    def _wait_step(self) -> None:
+        """Return when no step is under way. Delayed: the last update may be pending."""
         if self._pipeline is not None and (self._pipeline.running or self._pipeline.failed):
             with self.meter.waiting():
                 self._pipeline.wait_all()
@@ -257,7 +340,20 @@ class Engine:
 
     def wait_gradients(self) -> None:
         """Wait until `.grad` may be written to. The whole step is waited for, a little longer than its copies take."""
-        self.wait_all()
+        self._wait_step()
+
+    def zero_gradients(self) -> bool:
+        """Gradients that left during backward become zeros, where they are. Returns whether gradients are streamed."""
+        if self.stream is not None:
+            self.stream.zero()
+        return self.stream is not None
+
+    def settle_state(self) -> None:
+        """Return when the flat arrays, which `optimizer.state` shows, are the state and nobody writes them."""
+        self._wait_step()
+        speculation = self.speculation
+        if speculation is not None and self._pipeline is not None and not self._closed:
+            self._pipeline.call(lambda: speculation.bring_home(self.arenas), "the state")
 
     def _unguarded(self) -> set[int]:
         return {OUTSIDE} | (self.gates.at_root if self.gates is not None else set())
@@ -265,11 +361,12 @@ class Engine:
     def _wait_units(self, units: Iterable[int]) -> None:
         if self._pipeline is None or not (self._pipeline.running or self._pipeline.failed):
             return
+        here = self.placement.transport.here()
         last = max((self._last_of_unit.get(u, -1) for u in units), default=-1)
-        if last > self._waited_to or self._pipeline.failed:
+        if last > self._waited_to.get(here, -1) or self._pipeline.failed:
             with self.meter.waiting():
                 self._pipeline.wait_bucket(last)
-            self._waited_to = last
+            self._waited_to[here] = last
 
     def _wait_for_kept_gradients(self) -> None:
         """Gradients that nobody dropped after `step()` go on accumulating: not before their copies have ended."""
@@ -307,6 +404,8 @@ class Engine:
     def _before_forward(self) -> None:
         if self._may_be_kept:
             self._wait_for_kept_gradients()
+        if self.stream is not None:
+            self.stream.take_back()  # after a backward that failed
         if not self._bound and not self._closed and torch.is_grad_enabled():
             self.bind_trainable()
 
@@ -329,6 +428,10 @@ class Engine:
 
     def _reseed(self, params: Sequence[Tensor]) -> int:
         changed = 0
+        if params:
+            self.settle_state()
+            if self.stream is not None:
+                self.stream.settle()  # the ring is needed
         for number, arena in enumerate(self.arenas):
             wanted = {i for a, i in map(self._place_of.__getitem__, params) if a == number}
             if wanted:
@@ -352,24 +455,35 @@ class Engine:
             wire_dtype="mixed" if len(wires) > 1 else next(iter(wires), "bfloat16"),
             schedule=self.schedule,
             transport=self.placement.kind_of_transport,
-            device_bytes={"weights": weights, "gradients": self._peak_gradient_bytes, "optimizer": 0},
+            device_bytes={
+                "weights": weights,
+                "gradients": self.stream.peak if self.stream is not None else self._peak_gradient_bytes,
+                "optimizer": 0,
+            },
             host_bytes={
                 "master": 4 * numel,
                 "exp_avg": 4 * numel,
                 "exp_avg_sq": 4 * numel,
                 "pinned": self.placement.pinned_bytes,
-                "store": 0,
-                "shadow": 0,
+                "store": self.stream.nbytes if self.stream is not None else 0,
+                "shadow": self.speculation.nbytes if self.speculation is not None else 0,
             },
             d2h_bytes=record.d2h_bytes if record else 0,
             h2d_bytes=record.h2d_bytes if record else 0,
-            seconds=record.seconds() if record else dict.fromkeys(("compute", "d2h", "host_step", "h2d", "wait"), 0.0),
+            seconds=record.seconds() if record else dict.fromkeys(PHASES, 0.0),
             exposed_seconds=record.exposed if record else 0.0,
             hidden_fraction=record.hidden_fraction() if record else 0.0,
             step=record.step if record else 0,
             steps=self._steps,
             skipped_steps=self._skipped,
+            speculation_hits=self.speculation.hits if self.speculation is not None else 0,
+            speculation_misses=self.speculation.misses if self.speculation is not None else 0,
         )
+
+    def record_to(self, timeline: Timeline | NoTimeline) -> None:
+        """What is recorded from now on goes to `timeline`; what was recorded before is written."""
+        self.meter.timeline.write()
+        self.meter.record_to(timeline)
 
     def close(self) -> None:
         """Finish the step under way, end the threads, free the pinned memory, take the hooks off the model.
@@ -377,37 +491,28 @@ class Engine:
         Raises:
             StateError: a step failed, this one or one before: the weights may be half stepped.
         """
-        self._closed = True
+        try:
+            if not self._closed and self._pipeline is not None and not self._pipeline.failed:
+                self.wait_all()  # delayed: the pending update, too
+                self.settle_state()
+        finally:
+            self._closed = self._closing = True
+            self._release()
+        self.wait_all()  # there is nothing to wait for; it raises what the last step may have left behind
+
+    def _release(self) -> None:
         if self._pipeline is not None:
             self._pipeline.close()
+        if self.stream is not None:
+            self.stream.close()
         self.placement.close()
         if self.gates is not None:
             self.gates.remove()
-        self.wait_all()  # there is nothing to wait for; it raises what the last step may have left behind
+        self.meter.timeline.write()
 
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("this optimizer was closed: its threads and pinned memory are gone. Make a new one.")
-
-
-def _arena_work(arena: Arena, entries: Sequence[tuple[int, Gradient]], rows: Coefficients) -> ArenaWork:
-    count = len(arena.params)
-    grads: list[Tensor | None] = [None] * count
-    weights: list[Tensor | None] = [None] * count
-    counters: list[Tensor | None] = [None] * count
-    versions, grad_pointers, weight_pointers = [0] * count, [0] * count, [0] * count
-    table = np.tile(cpu.INACTIVE, (count, 1))
-    for i, g in entries:
-        grads[i], weights[i] = g.value.detach(), g.param.detach()  # the memory, whatever `.data = ...` puts there since
-        counters[i], versions[i] = version_counter(g.value), g.value._version
-        grad_pointers[i] = g.value.data_ptr()
-        weight_pointers[i] = g.param.data_ptr()
-        table[i] = rows.row(g.group, int(arena.steps[i]) + 1)
-    stepped = np.array([i for i, _ in entries])
-    pieces = arena.piece_counts.copy()
-    return ArenaWork(
-        arena, grads, counters, weights, versions, [], grad_pointers, weight_pointers, table, stepped, pieces
-    )
 
 
 def _threads(asked: int | None) -> int:
@@ -417,6 +522,24 @@ def _threads(asked: int | None) -> int:
     return min(asked or usable, usable)
 
 
-def _several_ranks() -> bool:
+def several_ranks() -> bool:
     dist = torch.distributed
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def check_overlap(schedule: str, model: bool, ranks: bool) -> None:
+    """Refuse a schedule whose `step()` returns at once where nothing could wait for the weights.
+
+    Raises:
+        ConfigError: no model is attached, or several processes train together.
+    """
+    if not model:
+        raise ConfigError(
+            explain("schedule", schedule, "no model is attached, so nothing can wait for the weights",
+                    "Give OffloadAdam(..., model=model), call optimizer.attach(model), or use 'in_order'")
+        )  # fmt: skip
+    if ranks:
+        raise ConfigError(
+            explain("schedule", schedule, "several processes train together, where only 'in_order' is supported",
+                    "Use schedule='auto' or 'in_order'")
+        )  # fmt: skip

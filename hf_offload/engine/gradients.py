@@ -2,34 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from hf_offload.engine.norm import gradient_norm, norm_of_sums
+from hf_offload.engine.streamed_gradient import StreamedGradient
 from hf_offload.engine.tensors import is_dense, like_layout
-from hf_offload.errors import UnsupportedError, explain
+from hf_offload.errors import StateError, UnsupportedError, explain
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
     """One parameter that has a gradient: `value` lies in the parameter's memory order, `group` is its group's index.
 
-    `value` is `.grad` itself unless that had another layout.
+    `value` is `.grad` itself unless that had another layout; None where the gradient has left the device.
     """
 
     param: Tensor
-    value: Tensor
+    value: Tensor | None
     group: int
 
 
-def collect(groups: Sequence[Mapping[str, Any]]) -> list[Gradient]:
+class GradientSet(Protocol):
+    """All gradients of a step, in the order of `param_groups`, and how to tell whether they are still the same."""
+
+    items: Sequence[Gradient]
+
+    def norm(self) -> float:
+        """sqrt(Σ g²), a Python float; inf or NaN where a gradient has one."""
+        ...
+
+    def remember(self) -> object:
+        """What `same_as` and `overlaps` take."""
+        ...
+
+    def same_as(self, memory: object) -> bool:
+        """Whether these are, unchanged, the gradients that were remembered."""
+        ...
+
+    def overlaps(self, memory: object) -> bool:
+        """Whether some of these were remembered, as they are or as they were before something was added to them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A mark that was left on each gradient, and the gradients' version counters then."""
+
+    token: object
+    versions: Sequence[int]
+
+
+class DeviceSet:
+    """Gradients in `.grad`."""
+
+    def __init__(self, items: Sequence[Gradient], threads: int) -> None:
+        self.items = items
+        self._threads = threads
+
+    def norm(self) -> float:
+        return gradient_norm([g.value for g in self.items if g.value is not None], self._threads)
+
+    def remember(self) -> object:
+        seen = _Seen(object(), [g.param.grad._version for g in self.items])  # type: ignore[union-attr]
+        for g in self.items:
+            setattr(g.param.grad, _TOKEN, seen.token)
+        return seen
+
+    def same_as(self, memory: object) -> bool:
+        return (
+            isinstance(memory, _Seen)
+            and len(self.items) == len(memory.versions)
+            and all(_is(g.param.grad, memory.token, v) for g, v in zip(self.items, memory.versions))
+        )
+
+    def overlaps(self, memory: object) -> bool:
+        if not isinstance(memory, _Seen):
+            return False
+        return any(getattr(g.param.grad, _TOKEN, None) is memory.token for g in self.items)
+
+
+_TOKEN = "_hf_offload_seen"
+
+
+def _is(grad: Tensor | None, token: object, version: int) -> bool:
+    return grad is not None and getattr(grad, _TOKEN, None) is token and grad._version == version
+
+
+class Streams(Protocol):
+    """Who has the gradients that left: `hf_offload.engine.streaming.GradientStream`."""
+
+    version: int
+
+    def is_here(self, p: Tensor) -> bool: ...
+    def sums(self, params: Iterable[tuple[int, int]]) -> list[float]: ...
+
+
+class StoreSet:
+    """Gradients in the store. `places`: the (arena, index) of each parameter."""
+
+    def __init__(self, items: Sequence[Gradient], places: Mapping[Tensor, tuple[int, int]], stream: Streams) -> None:
+        self.items = items
+        self._places = places
+        self._stream = stream
+
+    def norm(self) -> float:
+        return norm_of_sums(self._stream.sums(self._places[g.param] for g in self.items))
+
+    def remember(self) -> object:
+        return self._stream.version, [g.param for g in self.items]
+
+    def same_as(self, memory: object) -> bool:
+        if not isinstance(memory, tuple) or memory[0] != self._stream.version or len(memory[1]) != len(self.items):
+            return False
+        return all(g.param is p for g, p in zip(self.items, memory[1]))
+
+    def overlaps(self, memory: object) -> bool:
+        remembered = set(map(id, memory[1])) if isinstance(memory, tuple) else set()
+        return any(id(g.param) in remembered for g in self.items)
+
+
+def collect(groups: Sequence[Mapping[str, Any]], stream: Streams | None = None) -> list[Gradient]:
     """Every gradient of `param_groups`, in their order; a parameter listed twice counts once.
+
+    Args:
+        stream: who has gradients that left during backward.
 
     Raises:
         UnsupportedError: a gradient that is sparse, or whose dtype, device or shape is not its parameter's.
+        StateError: a gradient that left for an optimizer that is gone.
     """
     found: list[Gradient] = []
     for number, group in enumerate(groups):
@@ -39,17 +144,26 @@ def collect(groups: Sequence[Mapping[str, Any]]) -> list[Gradient]:
             if grad is None or id(p) in seen:
                 continue
             seen.add(id(p))
-            if grad.layout != torch.strided or (grad.dtype, grad.device, grad.shape) != (p.dtype, p.device, p.shape):
-                _refuse(p, grad)
-            # The gradient of an imaginary part may be a view whose memory holds the values with the other sign.
-            value = grad.resolve_neg()
-            if is_dense(p):  # else the step refuses it, for what happened to the parameter
-                value = like_layout(value, p)
+            value = None if type(grad) is StreamedGradient else _checked(p, grad)
+            if value is None and (stream is None or not stream.is_here(p)):
+                raise StateError(
+                    f"the gradient of a parameter of shape {tuple(p.shape)} was streamed to another optimizer, or to "
+                    "one that is gone. Drop it with zero_grad(), and run backward again."
+                )
             found.append(Gradient(p, value, number))
     return found
 
 
-def _refuse(p: Tensor, grad: Tensor) -> None:
+def _checked(p: Tensor, grad: Tensor) -> Tensor:
+    if grad.layout != torch.strided or (grad.dtype, grad.device, grad.shape) != (p.dtype, p.device, p.shape):
+        refuse(p, grad)
+    # The gradient of an imaginary part may be a view whose memory holds the values with the other sign.
+    value = grad.resolve_neg() if grad.is_neg() else grad
+    return like_layout(value, p) if is_dense(p) else value  # else the step refuses it, for what became of p
+
+
+def refuse(p: Tensor, grad: Tensor) -> None:
+    """Raise what is wrong with a gradient whose layout, dtype, device or shape is not its parameter's."""
     shape = tuple(p.shape)
     if grad.layout != torch.strided:
         raise UnsupportedError(

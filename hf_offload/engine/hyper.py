@@ -41,6 +41,19 @@ class Coefficients:
             )
         return self._rows[group, step]
 
+    def table(self, groups: np.ndarray, steps: np.ndarray, params: np.ndarray) -> np.ndarray:
+        """The rows of parameters `params`, float32[len(params), NUM_COEF].
+
+        Args:
+            groups: int64, the group of every parameter; those of `params` must not be negative.
+            steps: float32, the step that every parameter takes.
+            params: int64, indices into both.
+        """
+        keys = np.stack((groups[params], steps[params].astype(np.int64)), axis=1)
+        if (keys == keys[0]).all():  # one group in step, as most buckets are
+            return np.repeat(self.row(*keys[0].tolist())[None], len(params), axis=0)
+        return np.stack([self.row(group, step) for group, step in keys.tolist()])
+
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Refuse a group's hyper-parameters outside the range Adam is defined for.

@@ -7,7 +7,7 @@ the norm is right where squares overflow fp32, and its bits do not depend on buc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,22 +18,27 @@ from hf_offload.kernels import cpu
 _CHUNK = 1 << 20
 
 
-def gradient_norm(grads: Iterable[Tensor], threads: int) -> float:
+def gradient_norm(grads: Sequence[Tensor], threads: int) -> float:
     """sqrt(Σ g²) over dense gradients, a Python float; inf or NaN where a gradient has one."""
-    on_device: list[Tensor] = []
+    if grads and grads[0].device.type != "cpu":
+        return norm_of_sums(_device_sums(grads))
+    return norm_of_sums(cpu.sum_of_squares(host_array(g), WIRE[g.dtype], threads) for g in grads)
+
+
+def norm_of_sums(sums: Iterable[float]) -> float:
+    """The root of all sums of squares, added one after the other."""
     total = 0.0
-    for g in grads:
-        if g.device.type == "cpu":
-            total += cpu.sum_of_squares(host_array(g), WIRE[g.dtype], threads)
-        else:
-            on_device.extend(_device_chunks(g))
-    if on_device:
-        total += sum(torch.stack(on_device).tolist())  # one transfer for all chunks; summed here, in order
+    for each in sums:
+        total += each
     return math.sqrt(total) if total == total else total
 
 
-def _device_chunks(g: Tensor) -> list[Tensor]:
-    return [chunk.double().square().sum() for chunk in flat(g).split(_CHUNK)] if g.numel() else []
+def _device_sums(grads: Sequence[Tensor]) -> list[float]:
+    """Each gradient's sum of squares, with one transfer for all; chunks are added here, in order."""
+    chunks = [list(flat(g).split(_CHUNK)) if g.numel() else [] for g in grads]
+    norms = [torch.linalg.vector_norm(c, dtype=torch.float64) for each in chunks for c in each]
+    squares = iter(torch.stack(norms).square().tolist() if norms else [])
+    return [sum(next(squares) for _ in each) for each in chunks]
 
 
 def clip_factor(max_norm: float, norm: float) -> float:

@@ -1,7 +1,8 @@
-"""The step's thread: it carries out one step after the other, and lets the training thread wait for buckets.
+"""The step's thread: it carries out one job after the other, and lets the training thread wait for buckets.
 
 Everything runs on this one thread, *in order* too, so that an exception or Ctrl-C in the training thread never leaves
-a step half done: a step is taken whole from the one assignment in `Pipeline.submit`, or not at all.
+a step half done: a step is taken whole from the one assignment in `Pipeline.submit`, or not at all. Gradients that
+arrive during backward are put away on it as well, and while it has nothing else to do it steps ahead.
 """
 
 from __future__ import annotations
@@ -12,37 +13,73 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from hf_offload.engine.schedules import Schedule, Stages
+from hf_offload.engine.speculation import Speculation
 from hf_offload.engine.stats import StepRecord
 from hf_offload.engine.work import StepWork
 from hf_offload.errors import StateError, TransportError, WaitTimeout, explain
 from hf_offload.transport import Bell, Event
 
 
+class Job(Protocol):
+    """Something for the step's thread to do once, however often it is told."""
+
+    taken: bool
+
+    def run(self, stages: Stages, schedule: Schedule) -> None: ...
+
+    def end(self) -> None:
+        """After `run`, also where it failed or was left out."""
+        ...
+
+
 class _Step:
     """One step: written by the step's thread, watched by the training thread."""
 
-    def __init__(self, work: StepWork, record: StepRecord, mark: object) -> None:
+    def __init__(self, work: StepWork, record: StepRecord, mark: object, bell: Bell) -> None:
         self.work: StepWork | None = work
+        self.delivered = work.delivered
         self.record = record
-        self.mark = mark
-        self.arrivals = [w.arrival_check() for w in work.buckets]
         self.events: list[Event] = []
-        self.bell = Bell()
         self.taken = False
         self.ended = False
+        self._mark = mark
+        self._bell = bell
 
-    def posted(self, k: int, event: Event) -> None:
-        assert k == len(self.events)
-        self.events.append(event)
-        self.bell.ring()
+    def run(self, stages: Stages, schedule: Schedule) -> None:
+        assert self.work is not None
+        stages.record = self.record
+        self.work.count()
+        schedule.run(stages, self.work, self._mark, self._posted)
+        stages.drain()
+        self.work.check_gradients_unchanged()
 
     def end(self) -> None:
         self.work = None  # lets go of the gradients
         self.record.finished = True
         self.ended = True
-        self.bell.ring()
+
+    def _posted(self, k: int, event: Event) -> None:
+        assert k == len(self.events)
+        self.events.append(event)
+        self._bell.ring()
+
+
+class _Call:
+    """A function to be called on the step's thread, after everything that was asked for before."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self.taken = False
+        self.ended = False
+
+    def run(self, stages: Stages, schedule: Schedule) -> None:
+        self._function()
+
+    def end(self) -> None:
+        self.ended = True
 
 
 class _Failure:
@@ -54,15 +91,17 @@ class _Failure:
 class Pipeline:
     """Runs steps on its own thread over `stages`, in the way of `schedule`."""
 
-    def __init__(self, stages: Stages, schedule: Schedule) -> None:
+    def __init__(self, stages: Stages, schedule: Schedule, speculation: Speculation | None = None) -> None:
         self.schedule = schedule
         self._stages = stages
         self._failure = _Failure()
         self._step: _Step | None = None
-        self._joined = 0
-        self._jobs: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
+        self._joined: dict[int, int] = {}  # by device stream
+        self._checked = 0
+        self._bell = Bell()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._pid = os.getpid()
-        args = (self._jobs, stages, schedule, self._failure)
+        args = (self._jobs, stages, schedule, speculation, self._failure, self._bell)
         self._thread = threading.Thread(target=_serve, args=args, name="hf_offload-step", daemon=True)
         self._finalizer = weakref.finalize(self, _stop, self._jobs, self._thread, self._pid)
         self._thread.start()  # last: an interrupt in here leaves no thread that nobody ends
@@ -70,10 +109,27 @@ class Pipeline:
     def submit(self, work: StepWork, record: StepRecord) -> None:
         """Hand over a step; the one before must have ended (`wait_all`). Returns at once."""
         self._check_process()
-        step = _Step(work, record, self._stages.transport.mark())
-        self._joined = 0
+        step = _Step(work, record, self._stages.transport.mark(), self._bell)
+        self._joined = {}
+        self._checked = 0
         self._step = step  # from here on the step is taken, wherever an interrupt hits this thread
         self._wake()
+
+    def put(self, job: Job) -> None:
+        """Hand over another job."""
+        self._jobs.put(job)
+
+    def call(self, function: Callable[[], None], what: str) -> None:
+        """Call `function` on the step's thread, after all that was asked for before, and wait for it.
+
+        Raises:
+            StateError: it failed, or something before it did; its cause is chained.
+            WaitTimeout: as `wait_bucket`.
+        """
+        self._wake()
+        job = _Call(function)
+        self._jobs.put(job)
+        self.wait_until(lambda: job.ended, what)
 
     @property
     def steps(self) -> int:
@@ -97,18 +153,26 @@ class Pipeline:
         """
         assert self._step is not None
         step = self._step
-        self._wait(step, lambda: len(step.events) > k, k)
+        self._wait(lambda: len(step.events) > k, _name(step, k))
         self._join(step, k)
 
     def wait_all(self) -> None:
         """Wait until the running step, if any, has ended and its weights are on the device. Raises as `wait_bucket`."""
         step = self._step
         if step is not None:
-            self._wait(step, lambda: step.ended, len(step.events))
+            self._wait(lambda: step.ended, _name(step, len(step.events)))
             self._join(step, len(step.events) - 1)
 
+    def wait_until(self, reached: Callable[[], object], what: str) -> None:
+        """Wait for something that the step's thread makes true. Raises as `wait_bucket`."""
+        self._wait(lambda: bool(reached()), what)
+
+    def ring(self) -> None:
+        """On the step's thread: something that may be waited for has become true."""
+        self._bell.ring()
+
     def close(self) -> None:
-        """End the thread, after the step it is carrying out. An interrupted close can be called again."""
+        """End the thread, after the jobs it was given. An interrupted close can be called again."""
         self._wake()
         _stop(self._jobs, self._thread, self._pid)
         self._finalizer.detach()
@@ -119,30 +183,32 @@ class Pipeline:
         if self._step is not None and not self._step.taken:
             self._jobs.put(self._step)
 
-    def _wait(self, step: _Step, reached: Callable[[], bool], k: int) -> None:
+    def _wait(self, reached: Callable[[], bool], what: str) -> None:
         self._check_process()
         self._wake()
         stages = self._stages
-        in_time = step.bell.wait(lambda: reached() or self.failed, stages.timeout_s, lambda: stages.moved)
+        in_time = self._bell.wait(lambda: reached() or self.failed, stages.timeout_s, lambda: stages.moved)
         if self._failure.error is not None:
             raise _failed(self._failure.error) from self._failure.error
         if not in_time:
-            raise self._timeout(step, k)
+            raise self._timeout(what)
 
     def _join(self, step: _Step, k: int) -> None:
         """One copy after the other, so that each has `timeout_s` to itself."""
-        while self._joined <= k:
+        here = self._stages.transport.here()
+        for n in range(self._joined.get(here, 0), k + 1):
             try:
-                self._stages.transport.join(step.events[self._joined], self._stages.timeout_s)
+                self._stages.transport.join(step.events[n], self._stages.timeout_s)
             except WaitTimeout as error:
-                raise self._timeout(step, self._joined) from error
+                raise self._timeout(_name(step, n)) from error
             except TransportError as error:
                 raise _failed(error) from error
-            self._joined += 1
-            step.arrivals[self._joined - 1].unwritten()
+            self._joined[here] = n + 1
+            if n == self._checked:  # other streams join later, when everybody may have written
+                self._checked = n + 1
+                step.delivered[n].check_arrived_unwritten()
 
-    def _timeout(self, step: _Step, k: int) -> WaitTimeout:
-        what = step.arrivals[k].name if k < len(step.arrivals) else "the end of the step"
+    def _timeout(self, what: str) -> WaitTimeout:
         cause = f"waited in vain for {what}; no copy and no host step ended meanwhile"
         remedy = "Look for a stuck copy or thread; raise timeout_s if the machine is only slow"
         return WaitTimeout(explain("timeout_s", self._stages.timeout_s, cause, remedy))
@@ -155,6 +221,10 @@ class Pipeline:
             )
 
 
+def _name(step: _Step, k: int) -> str:
+    return step.delivered[k].name if k < len(step.delivered) else "the end of the step"
+
+
 def _failed(error: BaseException) -> StateError:
     return StateError(
         f"the optimizer's step failed ({type(error).__name__}: {error}); its state may be half stepped. Load the last "
@@ -162,36 +232,59 @@ def _failed(error: BaseException) -> StateError:
     )
 
 
-def _serve(jobs: queue.SimpleQueue[_Step | None], stages: Stages | None, schedule: Schedule, failure: _Failure) -> None:
+def _serve(
+    jobs: queue.SimpleQueue[Job | None],
+    stages: Stages | None,
+    schedule: Schedule,
+    speculation: Speculation | None,
+    failure: _Failure,
+    bell: Bell,
+) -> None:
     assert stages is not None
-    while (step := jobs.get()) is not None:
-        if not step.taken:
-            step.taken = True
-            error = failure.error or _carry_out(step, stages, schedule)
+    while (job := _next(jobs, speculation, failure)) is not None:
+        if not job.taken:
+            job.taken = True
+            error = failure.error or _attempt(lambda job=job: job.run(stages, schedule))  # type: ignore[misc]
             if error is not None:
                 traceback.clear_frames(error.__traceback__)  # their locals hold the gradients
                 failure.error = error
-            step.end()
+            job.end()
+            bell.ring()
             del error
-        del step
+        del job
     stages = None  # a traceback may keep this frame: the transport must not stay with it
 
 
-def _carry_out(step: _Step, stages: Stages, schedule: Schedule) -> BaseException | None:
-    assert step.work is not None
-    work = step.work
+def _next(jobs: queue.SimpleQueue[Job | None], speculation: Speculation | None, failure: _Failure) -> Job | None:
+    """The next job; as long as there is none, buckets are stepped ahead one by one."""
+    ahead = speculation is not None
+    while ahead and failure.error is None:
+        try:
+            return jobs.get_nowait()
+        except queue.Empty:
+            ahead = _step_ahead(speculation, failure)
+    return jobs.get()
+
+
+def _step_ahead(speculation: Speculation | None, failure: _Failure) -> bool:
+    """Returns whether there was anything to step."""
+    assert speculation is not None
     try:
-        stages.record = step.record
-        work.count()
-        schedule.run(stages, work.buckets, step.mark, step.posted)
-        stages.drain()
-        work.check_gradients_unchanged()
+        return speculation.turn()
+    except BaseException as error:
+        failure.error = error
+        return False
+
+
+def _attempt(function: Callable[[], None]) -> BaseException | None:
+    try:
+        function()
     except BaseException as error:
         return error
     return None
 
 
-def _stop(jobs: queue.SimpleQueue[_Step | None], thread: threading.Thread, pid: int) -> None:
+def _stop(jobs: queue.SimpleQueue[Job | None], thread: threading.Thread, pid: int) -> None:
     if os.getpid() == pid:
         jobs.put(None)
         # the collector may run on one of our threads

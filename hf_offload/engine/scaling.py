@@ -6,24 +6,27 @@ Neither touches `.grad`: both are folded into the one pass of the host step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from hf_offload.engine.gradients import Gradient
-from hf_offload.engine.norm import clip_factor, gradient_norm
+from hf_offload.engine.gradients import GradientSet
+from hf_offload.engine.norm import clip_factor
 from hf_offload.errors import ConfigError, StateError, explain
-
-_TOKEN = "_hf_offload_seen"
 
 
 @dataclass(frozen=True)
 class Factor:
-    """The multiplier of a step's gradients; `skip` says that the step must not be taken at all."""
+    """What multiplies a step's gradients: the loss scale's inverse and the clip factor.
 
-    value: float
+    `skip` says that the step must not be taken at all.
+    """
+
+    inverse: float
+    clip: float
     skip: bool
+
+    @property
+    def value(self) -> float:
+        return self.inverse * self.clip
 
 
 class PendingScale:
@@ -33,13 +36,11 @@ class PendingScale:
         norm: L2 norm of the unscaled gradients, None as long as nobody computed it.
     """
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
+    def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        self._token: object | None = None
-        self._versions: list[int] = []
+        self._memory: object | None = None
         self._scaled_norm = 0.0
         self._inverse = 1.0
         self._bound = math.inf
@@ -49,20 +50,17 @@ class PendingScale:
     def _changes_the_step(self) -> bool:
         return self._bound != math.inf or self._inverse != 1.0
 
-    def measure(self, grads: Sequence[Gradient]) -> float:
+    def measure(self, grads: GradientSet) -> float:
         """The norm of the unscaled gradients, computed once; anything pending for older gradients is dropped."""
         if not self._matches(grads):
             self.clear()
-            self._token = object()
-            self._versions = [g.param.grad._version for g in grads]  # type: ignore[union-attr]
-            for g in grads:
-                setattr(g.param.grad, _TOKEN, self._token)
-            self._scaled_norm = gradient_norm((g.value for g in grads), self._threads)
+            self._memory = grads.remember()
+            self._scaled_norm = grads.norm()
             self.norm = self._scaled_norm
         assert self.norm is not None
         return self.norm
 
-    def unscale(self, grads: Sequence[Gradient], inverse: float) -> bool:
+    def unscale(self, grads: GradientSet, inverse: float) -> bool:
         """Fold the loss scale's inverse into the next step. Returns whether a gradient is inf or NaN.
 
         Raises:
@@ -76,7 +74,7 @@ class PendingScale:
         self.norm = self._scaled_norm * inverse
         return not math.isfinite(self._scaled_norm)
 
-    def clip(self, grads: Sequence[Gradient], max_norm: float) -> float:
+    def clip(self, grads: GradientSet, max_norm: float) -> float:
         """Fold clipping to `max_norm` into the next step; of several bounds the tightest holds. Returns the norm.
 
         Raises:
@@ -85,48 +83,35 @@ class PendingScale:
         """
         if not max_norm >= 0.0:
             raise ConfigError(explain("max_norm", max_norm, "not a bound for a norm", "Give 0 or more; inf only reads"))
-        if self._changes_the_step and not self._matches(grads) and self._among(grads):
+        if self._changes_the_step and not self._matches(grads) and grads.overlaps(self._memory):
             self.clear()
             raise StateError(_changed("clip_grad_norm_()"))
         norm = self.measure(grads)
         self._bound = min(self._bound, max_norm)
         return norm
 
-    def take(self, grads: Sequence[Gradient], skip_nonfinite: str) -> Factor:
+    def take(self, grads: GradientSet, skip_nonfinite: str) -> Factor:
         """The factor of the step that is taken now; nothing is pending afterwards.
 
         Raises:
             StateError: the gradients are not those that were clipped or unscaled.
         """
-        if self._token is not None and not self._matches(grads):
+        if self._memory is not None and not self._matches(grads):
             lost = self._changes_the_step
             self.clear()  # a norm that was only read binds nobody
             if lost:
                 raise StateError(_changed("step()"))
-        if self._token is None and skip_nonfinite == "always":
+        if self._memory is None and skip_nonfinite == "always":
             self.measure(grads)
         norm, inverse, bound = self.norm, self._inverse, self._bound
         self.clear()
         if norm is None:
-            return Factor(inverse, skip=False)
+            return Factor(inverse, 1.0, skip=False)
         skip = skip_nonfinite != "never" and not math.isfinite(norm)
-        clip = 1.0 if bound == math.inf else clip_factor(bound, norm)
-        return Factor(inverse * clip, skip)
+        return Factor(inverse, 1.0 if bound == math.inf else clip_factor(bound, norm), skip)
 
-    def _matches(self, grads: Sequence[Gradient]) -> bool:
-        return (
-            self._token is not None
-            and len(grads) == len(self._versions)
-            and all(_seen(g.param.grad, self._token, v) for g, v in zip(grads, self._versions))
-        )
-
-    def _among(self, grads: Sequence[Gradient]) -> bool:
-        """Whether some of `grads` were measured, as they are or as they were before something was added to them."""
-        return any(getattr(g.param.grad, _TOKEN, None) is self._token for g in grads)
-
-
-def _seen(grad: Tensor | None, token: object, version: int) -> bool:
-    return grad is not None and getattr(grad, _TOKEN, None) is token and grad._version == version
+    def _matches(self, grads: GradientSet) -> bool:
+        return self._memory is not None and grads.same_as(self._memory)
 
 
 def _changed(call: str) -> str:

@@ -1,18 +1,23 @@
 """The order in which a step's buckets are copied, stepped and copied back. One object per schedule.
 
 A schedule's `run` is called on the step's thread with the buckets in the order forward needs them; it calls
-`posted(k, event)` once bucket k's weights are on their way to the device.
+`posted(k, event)` once the weights of delivered bucket k are on their way to the device.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
+import numpy as np
+
+from hf_offload.config import OffloadConfig
+from hf_offload.engine.plan import Bucket
+from hf_offload.engine.speculation import Speculation
 from hf_offload.engine.stats import StepRecord
 from hf_offload.engine.tensors import NUMPY_WIRE
-from hf_offload.engine.work import BucketWork
+from hf_offload.engine.work import BucketWork, StepWork
 from hf_offload.kernels import cpu
 from hf_offload.transport import Event, Transport
 
@@ -26,7 +31,7 @@ class Schedule(Protocol):
     returns_at_once: bool
     """Whether `step()` returns while the buckets are still under way."""
 
-    def run(self, stage: Stages, works: Sequence[BucketWork], mark: object, posted: Posted) -> None: ...
+    def run(self, stage: Stages, step: StepWork, mark: object, posted: Posted) -> None: ...
 
 
 class Stages:
@@ -38,54 +43,79 @@ class Stages:
 
     def __init__(self, transport: Transport, threads: int, timeout_s: float) -> None:
         self.transport = transport
+        self.threads = threads
         self.timeout_s = timeout_s
         self.moved = 0
         """Copies and kernels that have ended: a wait goes on as long as this does."""
-        self._threads = threads
-        self._up_busy: dict[int, Event] = {}  # by slot, the oldest copy first
+        self._up_busy: dict[int, tuple[Event, str]] = {}  # by slot, the oldest copy first
         self.record: StepRecord = StepRecord(0)
 
     @property
     def slots(self) -> int:
+        """Slots in each ring."""
         return len(self.transport.up)
+
+    @staticmethod
+    def now() -> float:
+        return time.perf_counter()
+
+    def down(self, slot: int, bucket: Bucket) -> np.ndarray:
+        """wire[numel]: the gradients of `bucket` in down slot `slot`."""
+        return self.transport.down[slot][: bucket.nbytes].view(NUMPY_WIRE[bucket.wire])
 
     def d2h(self, work: BucketWork, slot: int, mark: object) -> Event:
         """Start the copy of a bucket's gradients into down slot `slot`."""
         return self.transport.to_host(work.gradient_segments(), slot, mark)
 
-    def host_step(self, work: BucketWork, slot: int, arrived: Event) -> None:
-        """Wait for the gradients in down slot `slot`, then step the bucket; its weights are left in up slot `slot`."""
-        arrived.wait(self.timeout_s)
+    def arrived(self, event: Event, name: str, record: StepRecord) -> None:
+        """Wait for a copy of gradients."""
+        event.wait(self.timeout_s)
         self.moved += 1
-        start, end = arrived.span()
-        self.record.d2h += end - start
-        self.record.d2h_bytes += arrived.nbytes
+        record.add("d2h", name, *event.span())
+        record.d2h_bytes += event.nbytes
+
+    def received(self, work: BucketWork, slot: int, event: Event) -> np.ndarray:
+        """Wait for the gradients in down slot `slot`, and return them."""
+        self.arrived(event, work.name, self.record)
         work.check_gradients_unchanged()
         work.let_go_of_gradients()
-        self._release(slot)
-        bucket, arena = work.bucket, work.work.arena
-        at = slice(bucket.start, bucket.start + bucket.numel)
-        kind, n = NUMPY_WIRE[bucket.wire], bucket.numel
+        return self.down(slot, work.bucket)
+
+    def host_step(self, work: BucketWork, grads: np.ndarray, weights: np.ndarray, held: str | None = None) -> None:
+        """Step the bucket with `grads` (of format `held`; None: the wire's); its new weights go to `weights`."""
+        arena = work.work.arena
         begin = time.perf_counter()
         cpu.adam_step(
-            arena.master[at],
-            arena.exp_avg[at],
-            arena.exp_avg_sq[at],
-            self.transport.down[slot].view(kind)[:n],
-            self.transport.up[slot].view(kind)[:n],
+            *arena.state_of(work.index),
+            grads,
+            weights,
             arena.bucket_bounds[work.index],
             work.coefficients(),
-            wire=bucket.wire,
-            threads=self._threads,
+            wire=work.bucket.wire,
+            threads=self.threads,
+            grad_wire=held,
         )
-        self.record.host_step += time.perf_counter() - begin
+        self.stepped(work, begin)
+
+    def stepped(self, work: BucketWork, begin: float) -> None:
+        """The host has worked on a bucket since `begin`."""
+        self.worked(self.record, work.name, begin)
+
+    def worked(self, record: StepRecord, name: str, begin: float) -> None:
+        """The host has worked on `name` since `begin`, for the step of `record`."""
+        record.add("host_step", name, begin, time.perf_counter())
         self.moved += 1
+
+    def room(self, work: BucketWork, slot: int) -> np.ndarray:
+        """Wait until up slot `slot` is free, and return it: the bucket's new weights go there."""
+        self._release(slot)
+        return self.transport.up[slot][: work.bucket.nbytes].view(NUMPY_WIRE[work.bucket.wire])
 
     def h2d(self, work: BucketWork, slot: int, mark: object) -> Event:
         """Start the copy of a bucket's weights from up slot `slot` to the device."""
         work.check_weights_unwritten()
         event = self.transport.to_device(work.weight_segments(), slot, mark)
-        self._up_busy[slot] = event
+        self._up_busy[slot] = event, work.name
         return event
 
     def drain(self) -> None:
@@ -94,12 +124,11 @@ class Stages:
             self._release(slot)
 
     def _release(self, slot: int) -> None:
-        event = self._up_busy.pop(slot, None)
+        event, name = self._up_busy.pop(slot, (None, ""))
         if event is not None:
             event.wait(self.timeout_s)
             self.moved += 1
-            start, end = event.span()
-            self.record.h2d += end - start
+            self.record.add("h2d", name, *event.span())
             self.record.h2d_bytes += event.nbytes
 
 
@@ -109,9 +138,10 @@ class InOrder:
     name = "in_order"
     returns_at_once = False
 
-    def run(self, stage: Stages, works: Sequence[BucketWork], mark: object, posted: Posted) -> None:
-        for k, work in enumerate(works):
-            stage.host_step(work, 0, stage.d2h(work, 0, mark))
+    def run(self, stage: Stages, step: StepWork, mark: object, posted: Posted) -> None:
+        for k, work in enumerate(step.buckets):
+            grads = stage.received(work, 0, stage.d2h(work, 0, mark))
+            stage.host_step(work, grads, stage.room(work, 0))
             event = stage.h2d(work, 0, mark)
             event.wait(stage.timeout_s)
             posted(k, event)
@@ -123,15 +153,91 @@ class Overlapped:
     name = "overlapped"
     returns_at_once = True
 
-    def run(self, stage: Stages, works: Sequence[BucketWork], mark: object, posted: Posted) -> None:
-        ring = stage.slots
-        coming: list[Event] = []
-        for k, work in enumerate(works):
-            while len(coming) < min(len(works), k + ring):  # slot of bucket k + ring is free once k is stepped
-                ahead = len(coming)
-                coming.append(stage.d2h(works[ahead], ahead % ring, mark))
-            stage.host_step(work, k % ring, coming[k])
-            posted(k, stage.h2d(work, k % ring, mark))
+    def run(self, stage: Stages, step: StepWork, mark: object, posted: Posted) -> None:
+        for k, work, grads in _coming_down(stage, step, mark):
+            stage.host_step(work, grads, stage.room(work, k % stage.slots))
+            posted(k, stage.h2d(work, k % stage.slots, mark))
 
 
-SCHEDULES: dict[str, Schedule] = {s.name: s for s in (InOrder(), Overlapped())}
+class Delayed:
+    """The weights of the step before go up; this step's are computed behind forward and backward. Not exact.
+
+    Its own are computed from the masters once more when they go up: that costs the host 6 bytes a parameter, and saves
+    keeping 2 more.
+    """
+
+    name = "delayed"
+    returns_at_once = True
+
+    def __init__(self) -> None:
+        self._scratch = np.empty(0, np.uint8)
+
+    def run(self, stage: Stages, step: StepWork, mark: object, posted: Posted) -> None:
+        if step.delivered is step.buckets:  # one of the exact steps at the start
+            Overlapped().run(stage, step, mark, posted)
+            return
+        for k, work in enumerate(step.delivered):
+            begin = time.perf_counter()
+            room = stage.room(work, k % stage.slots)
+            cpu.narrow(work.work.arena.state_of(work.index)[0], room, work.bucket.wire, stage.threads)
+            stage.stepped(work, begin)
+            posted(k, stage.h2d(work, k % stage.slots, mark))
+        for _, work, grads in _coming_down(stage, step, mark):
+            stage.host_step(work, grads, self._nowhere(work))
+
+    def _nowhere(self, work: BucketWork) -> np.ndarray:
+        """Where the kernel writes weights that nobody needs yet."""
+        if self._scratch.size < work.bucket.nbytes:
+            self._scratch = np.empty(work.bucket.nbytes, np.uint8)
+        return self._scratch[: work.bucket.nbytes].view(NUMPY_WIRE[work.bucket.wire])
+
+
+class FromStore:
+    """The gradients have left during backward. Buckets guessed right have only their weights to send.
+
+    Args:
+        base: whose `returns_at_once` holds.
+        speculation: what was stepped ahead, if anything ever is.
+    """
+
+    def __init__(self, base: InOrder | Overlapped, speculation: Speculation | None) -> None:
+        self.name = f"{base.name}+streamed" + ("+speculative" if speculation else "")
+        self.returns_at_once = base.returns_at_once
+        self._speculation = speculation
+
+    def run(self, stage: Stages, step: StepWork, mark: object, posted: Posted) -> None:
+        for k, work in enumerate(step.buckets):
+            self._step(stage, work, stage.room(work, k % stage.slots))
+            posted(k, stage.h2d(work, k % stage.slots, mark))
+        if self._speculation is not None:
+            self._speculation.clear()
+
+    def _step(self, stage: Stages, work: BucketWork, room: np.ndarray) -> None:
+        begin = time.perf_counter()
+        guess = self._speculation.accept(work) if self._speculation is not None else None
+        if guess is None:
+            grads, held = work.stored_gradients()
+            stage.host_step(work, grads, room, held)
+        else:
+            room[:] = guess.weights
+            stage.record.add_seconds("host_step", guess.seconds)
+            stage.stepped(work, begin)
+
+
+def _coming_down(stage: Stages, step: StepWork, mark: object) -> Iterator[tuple[int, BucketWork, np.ndarray]]:
+    """Each bucket with its gradients, while those of the next ones, as many as there are slots, come down."""
+    works, ring = step.buckets, stage.slots
+    coming: list[Event] = []
+    for k, work in enumerate(works):
+        while len(coming) < min(len(works), k + ring):  # slot of bucket k + ring is free once k is stepped
+            ahead = len(coming)
+            coming.append(stage.d2h(works[ahead], ahead % ring, mark))
+        yield k, work, stage.received(work, k % ring, coming[k])
+
+
+def make_schedule(name: str, config: OffloadConfig, speculation: Speculation | None) -> Schedule:
+    """The schedule `in_order`, `overlapped` or `delayed`, as the other settings change it."""
+    if name == "delayed":
+        return Delayed()
+    base = InOrder() if name == "in_order" else Overlapped()
+    return FromStore(base, speculation) if config.stream_gradients else base

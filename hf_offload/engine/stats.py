@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-PHASES = ("compute", "d2h", "host_step", "h2d", "wait")
+from hf_offload.timeline import PHASES, NoTimeline, Timeline
+
+NO_TIMELINE = NoTimeline()
 
 
 @dataclass(frozen=True)
@@ -17,9 +19,10 @@ class Stats:
     Attributes:
         params: trainable parameters with state, elements.
         wire_dtype: bfloat16, float16, float32 or mixed.
-        schedule: what ran: in_order or overlapped.
+        schedule: what ran: in_order, overlapped or delayed, with +streamed and +speculative where they apply.
         transport: name of the transport.
-        device_bytes: weights, gradients, optimizer: peak on the device, of trainable parameters.
+        device_bytes: weights, gradients, optimizer: peak on the device, of trainable parameters. Streamed gradients
+            are counted from the end of their accumulation until their copies have ended.
         host_bytes: master, exp_avg, exp_avg_sq, pinned, store, shadow.
         d2h_bytes, h2d_bytes: bytes a step, counted at the copies.
         seconds: busy seconds of each phase: compute (from the step before to this one, less waits), d2h, host_step,
@@ -28,7 +31,8 @@ class Stats:
         hidden_fraction: 1 - exposed / (d2h + host_step + h2d), between 0 and 1.
         step: the number of the step the figures are of, from 1; 0 before the first has finished.
         steps, skipped_steps: since construction.
-        speculation_hits, speculation_misses: since construction.
+        speculation_hits, speculation_misses: buckets stepped during backward on a guess that `step()` accepted, or
+            dropped, since construction.
     """
 
     params: int
@@ -49,78 +53,97 @@ class Stats:
     speculation_misses: int = 0
 
 
-@dataclass
 class StepRecord:
-    """The figures of one step while it runs. `d2h`, `host_step` and `h2d` are written by the step's thread alone,
-    the rest by the training thread."""
+    """The figures of one step while it runs.
 
-    step: int
-    compute: float = 0.0
-    exposed: float = 0.0
-    d2h: float = 0.0
-    host_step: float = 0.0
-    h2d: float = 0.0
-    d2h_bytes: int = 0
-    h2d_bytes: int = 0
-    finished: bool = False
+    `d2h`, `host_step` and `h2d` are added to by the step's thread alone, the rest by the training thread. Whatever is
+    added goes to the timeline as well.
+    """
+
+    def __init__(self, step: int, timeline: Timeline | NoTimeline = NO_TIMELINE, **seconds: float) -> None:
+        self.step = step
+        self.timeline = timeline
+        self._seconds = {**dict.fromkeys(PHASES, 0.0), **seconds}
+        self.d2h_bytes = 0
+        self.h2d_bytes = 0
+        self.finished = False
+
+    @property
+    def exposed(self) -> float:
+        return self._seconds["wait"]
+
+    def add(self, phase: str, name: str, start: float, end: float) -> None:
+        """Phase `phase` was busy from `start` to `end`, seconds on `time.perf_counter`'s clock."""
+        self._seconds[phase] += end - start
+        self.timeline.add(phase, name, start, end, self.step)
+
+    def add_seconds(self, phase: str, seconds: float) -> None:
+        """`phase` was busy for `seconds` at a time that the timeline knows already."""
+        self._seconds[phase] += seconds
 
     def seconds(self) -> dict[str, float]:
-        return {
-            "compute": self.compute,
-            "d2h": self.d2h,
-            "host_step": self.host_step,
-            "h2d": self.h2d,
-            "wait": self.exposed,
-        }
+        return dict(self._seconds)
 
     def hidden_fraction(self) -> float:
-        busy = self.d2h + self.host_step + self.h2d
+        busy = sum(self._seconds[phase] for phase in ("d2h", "host_step", "h2d"))
         return min(1.0, max(0.0, 1.0 - self.exposed / busy)) if busy > 0 else 0.0
 
 
 class Meter:
-    """Keeps the record of the running step and of the one before it."""
+    """Keeps the record of the running step, of the one before it, and of the one whose gradients are arriving."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline | NoTimeline = NO_TIMELINE) -> None:
+        self.timeline = timeline
         self.current: StepRecord | None = None
+        self.upcoming = StepRecord(1, timeline)
         self._previous: StepRecord | None = None
         self._compute_from = time.perf_counter()
-        self._waited_since = 0.0
         self._in_wait = False
 
     def begin(self, step: int) -> StepRecord:
         """A new step starts: the time since the last one, less the waits in it, was compute."""
-        now = time.perf_counter()
         if self.current is None or self.current.finished:  # else an interrupt kept that step from being taken
             self._previous = self.current
-        self.current = StepRecord(step)
-        self.current.compute = max(0.0, now - self._compute_from - self._waited_since)
+        self._computed(time.perf_counter())
+        self.current, self.upcoming = self.upcoming, StepRecord(step + 1, self.timeline)
+        self.current.step = step
         return self.current
 
     def end(self) -> None:
         """`step()` returns to the training loop."""
         self._compute_from = time.perf_counter()
-        self._waited_since = 0.0
+
+    def record_to(self, timeline: Timeline | NoTimeline) -> None:
+        """From now on spans go to `timeline`."""
+        self.timeline = self.upcoming.timeline = timeline
+        if self.current is not None:
+            self.current.timeline = timeline
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self, name: str = "weights") -> Iterator[None]:
         """Time spent in here is exposed; nested uses count once."""
         if self._in_wait:
             yield
             return
         start = time.perf_counter()
+        self._computed(start)
         try:
             self._in_wait = True
             yield
         finally:
             self._in_wait = False
-            spent = time.perf_counter() - start
-            self._waited_since += spent
+            end = time.perf_counter()
+            self._compute_from = end
             if self.current is not None:
-                self.current.exposed += spent
+                self.current.add("wait", name, start, end)
 
     def last_finished(self) -> StepRecord | None:
         """The newest step whose weights are all on the device."""
         if self.current is not None and self.current.finished:
             return self.current
         return self._previous
+
+    def _computed(self, now: float) -> None:
+        """Between two waits the training thread computed, or had the device compute, for the step to come."""
+        self.upcoming.add("compute", "forward and backward", self._compute_from, now)
+        self._compute_from = now

@@ -4,46 +4,97 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from hf_offload.engine.arena import Arena
 from hf_offload.engine.plan import Bucket
+from hf_offload.engine.store import GradientStore
 from hf_offload.errors import StateError
 from hf_offload.transport import Segment
+
+
+class Gradients(Protocol):
+    """Where a step's gradients are: still on the device, or in the store."""
+
+    def let_go(self, bucket: Bucket) -> None:
+        """The gradients of `bucket` have been copied."""
+        ...
+
+    def unwritten(self, bucket: Bucket) -> bool:
+        """Whether nobody wrote to a gradient of `bucket` since the step was taken."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGradients:
+    """Gradients that `step()` found in `.grad`. The step's thread never reads `.grad`: backward writes it in C++
+    without the GIL.
+
+    Attributes:
+        grads: aliases of each parameter's gradient in the parameter's memory order; None where it is not stepped. Once
+            a gradient has been copied its alias holds no memory any more, only the gradient's version counter.
+        versions: the version counters when the step was taken.
+        pointers: device addresses; 0 where a parameter is not stepped.
+        pieces_left: int64[params], the pieces of each whose copies have not ended.
+    """
+
+    grads: Sequence[Tensor | None]
+    versions: Sequence[int]
+    pointers: Sequence[int]
+    pieces_left: np.ndarray
+
+    def let_go(self, bucket: Bucket) -> None:
+        for piece in bucket.pieces:
+            grad = self.grads[piece.param]
+            if grad is not None:
+                self.pieces_left[piece.param] -= 1
+                if self.pieces_left[piece.param] == 0:
+                    grad.data = grad.new_empty(0)
+
+    def unwritten(self, bucket: Bucket) -> bool:
+        for piece in bucket.pieces:
+            grad = self.grads[piece.param]
+            if grad is not None and grad._version != self.versions[piece.param]:
+                return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGradients:
+    """Gradients that left during backward and are complete in `store`."""
+
+    store: GradientStore
+
+    def let_go(self, bucket: Bucket) -> None:
+        """The device holds none of them."""
+
+    def unwritten(self, bucket: Bucket) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaWork:
     """The parameters of one arena that are stepped, by their index in it.
 
-    The step's thread never reads `p.grad`: backward writes it in C++ without the GIL.
-
     Attributes:
-        grads: each parameter's gradient in the parameter's memory order; None where it is not stepped, and once it has
-            been copied.
-        counters: tensors without memory that share the gradients' version counters.
+        gradients: where theirs are.
         weights: each stepped parameter's memory as it was when the step was taken: `p.data = ...` may swap it since.
-        versions: the gradients' version counters when they were taken.
-        weight_versions: the weights', by `note_weights`, after the step has moved them.
-        grad_pointers, weight_pointers: device addresses; 0 where a parameter is not stepped.
+        weight_versions: their version counters, by `note_weights`, after the step has moved them.
+        weight_pointers: device addresses; 0 where a parameter is not stepped.
         coefficients: float32[params, NUM_COEF], inactive rows where a parameter is not stepped.
         stepped: int64, the indices of those that are stepped.
-        pieces_left: int64[params], the pieces of each whose copies have not ended.
     """
 
     arena: Arena
-    grads: list[Tensor | None]
-    counters: Sequence[Tensor | None]
+    gradients: DeviceGradients | StoredGradients
     weights: Sequence[Tensor | None]
-    versions: Sequence[int]
     weight_versions: list[int]
-    grad_pointers: Sequence[int]
     weight_pointers: Sequence[int]
     coefficients: np.ndarray
     stepped: np.ndarray
-    pieces_left: np.ndarray
 
     @property
     def is_stepped(self) -> np.ndarray:
@@ -52,34 +103,17 @@ class ArenaWork:
         mask[self.stepped] = True
         return mask
 
-    def let_go(self, param: int) -> None:
-        """One more piece of a gradient has been copied. After its last one the gradient is not held any longer."""
-        self.pieces_left[param] -= 1
-        if self.pieces_left[param] == 0:
-            self.grads[param] = None
+    @property
+    def params(self) -> list[Tensor]:
+        """Those that are stepped."""
+        return [self.arena.params[i] for i in self.stepped.tolist()]
 
     def note_weights(self) -> None:
         self.weight_versions[:] = [0 if w is None else w._version for w in self.weights]
 
-
-@dataclass(frozen=True, slots=True)
-class ArrivalCheck:
-    """The weights of one bucket and their version counters since `step()`, looked at when they are first waited for.
-
-    Until then nobody may write to them; from then on everybody may, an embedding with `max_norm` in its forward, say.
-    """
-
-    name: str
-    params: Sequence[Tensor]
-    versions: Sequence[int]
-
-    def unwritten(self) -> None:
-        """Raise StateError if a version counter moved: the copy may have overwritten what was written."""
-        if any(p._version != version for p, version in zip(self.params, self.versions)):
-            raise StateError(
-                f"{self.name}: a weight was written to while the step's result was on its way to it, and may have been "
-                "overwritten. Call optimizer.synchronize() before you write to weights, and write it again."
-            )
+    def written(self) -> bool:
+        """Whether somebody wrote to a weight since `note_weights`."""
+        return any(w is not None and w._version != v for w, v in zip(self.weights, self.weight_versions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +122,11 @@ class BucketWork:
 
     work: ArenaWork
     index: int
-    name: str
+    unit: str
+
+    @property
+    def name(self) -> str:
+        return f"bucket {self.index} of unit {self.unit!r}"
 
     @property
     def bucket(self) -> Bucket:
@@ -99,7 +137,15 @@ class BucketWork:
         return self.work.arena.bucket_units[self.index]
 
     def gradient_segments(self) -> list[Segment]:
-        return self._segments(self.work.grad_pointers, self.work.grads)
+        gradients = self.work.gradients
+        assert isinstance(gradients, DeviceGradients)
+        return self._segments(gradients.pointers, gradients.grads)
+
+    def stored_gradients(self) -> tuple[np.ndarray, str]:
+        """The bucket's part of the store, and its format."""
+        gradients = self.work.gradients
+        assert isinstance(gradients, StoredGradients)
+        return gradients.store.of_bucket(self.index), gradients.store.held[self.index]
 
     def weight_segments(self) -> list[Segment]:
         return self._segments(self.work.weight_pointers, self.work.weights)
@@ -107,20 +153,22 @@ class BucketWork:
     def coefficients(self) -> np.ndarray:
         return self.work.coefficients[self.work.arena.bucket_params[self.index]]
 
+    def let_go_of_gradients(self) -> None:
+        """The bucket's gradients are on the host: the device may have their memory back."""
+        self.work.gradients.let_go(self.bucket)
+
     def check_gradients_unchanged(self) -> None:
         """After the copy: nobody may have written to the gradients while they were being copied.
 
         Raises:
             StateError: a gradient's version counter moved.
         """
-        for piece in self.bucket.pieces:
-            counter = self.work.counters[piece.param]
-            if counter is not None and counter._version != self.work.versions[piece.param]:
-                raise StateError(
-                    f"{self.name}: a gradient was written to while optimizer.step() was still copying it, so the "
-                    "step read a mixture. Use optimizer.zero_grad() instead of model.zero_grad(set_to_none=False), or "
-                    "call optimizer.synchronize() before you write to a gradient. Load the last checkpoint to go on."
-                )
+        if not self.work.gradients.unwritten(self.bucket):
+            raise StateError(
+                f"{self.name}: a gradient was written to while optimizer.step() was still copying it, so the "
+                "step read a mixture. Use optimizer.zero_grad() instead of model.zero_grad(set_to_none=False), or "
+                "call optimizer.synchronize() before you write to a gradient. Load the last checkpoint to go on."
+            )
 
     def check_weights_unwritten(self) -> None:
         """Before the copy: what somebody wrote to a weight since `step()` would be lost under it.
@@ -128,19 +176,33 @@ class BucketWork:
         Raises:
             StateError: a weight's version counter moved.
         """
-        for piece in self.bucket.pieces:
-            weight = self.work.weights[piece.param]
-            if weight is not None and weight._version != self.work.weight_versions[piece.param]:
-                raise StateError(
-                    f"{self.name}: a weight was written to while the step was still under way, whose result would "
-                    "overwrite it. Call optimizer.synchronize() before you write to weights. Load the last checkpoint "
-                    "to go on."
-                )
+        if self._written(self.work.weights):
+            raise StateError(
+                f"{self.name}: a weight was written to while the step was still under way, whose result would "
+                "overwrite it. Call optimizer.synchronize() before you write to weights. Load the last checkpoint "
+                "to go on."
+            )
 
-    def arrival_check(self) -> ArrivalCheck:
-        work = self.work
-        found = [p.param for p in self.bucket.pieces if work.weights[p.param] is not None]
-        return ArrivalCheck(self.name, [work.arena.params[i] for i in found], [work.weight_versions[i] for i in found])
+    def check_arrived_unwritten(self) -> None:
+        """When the weights are first waited for: until then nobody may write to them; from then on everybody may, an
+        embedding with `max_norm` in its forward, say.
+
+        Raises:
+            StateError: a version counter moved: the copy may have overwritten what was written.
+        """
+        if self._written(self.work.arena.params):
+            raise StateError(
+                f"{self.name}: a weight was written to while the step's result was on its way to it, and may have been "
+                "overwritten. Call optimizer.synchronize() before you write to weights, and write it again."
+            )
+
+    def _written(self, tensors: Sequence[Tensor | None]) -> bool:
+        versions = self.work.weight_versions
+        for piece in self.bucket.pieces:
+            i = piece.param
+            if self.work.weights[i] is not None and tensors[i]._version != versions[i]:  # type: ignore[union-attr]
+                return True
+        return False
 
     def _segments(self, pointers: Sequence[int], owners: Sequence[Tensor | None]) -> list[Segment]:
         size = self.bucket.itemsize
@@ -150,19 +212,21 @@ class BucketWork:
             if self.work.weights[p.param] is not None
         ]
 
-    def let_go_of_gradients(self) -> None:
-        """The bucket's gradients are on the host: the device may have their memory back."""
-        for piece in self.bucket.pieces:
-            if self.work.weights[piece.param] is not None:
-                self.work.let_go(piece.param)
-
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """One whole step: what is stepped, and its buckets in the order in which they go."""
+    """One whole step.
+
+    Attributes:
+        arenas: what is stepped.
+        buckets: its buckets in the order in which they go.
+        delivered: the buckets whose weights reach the device in this step, in the order in which they arrive: those
+            that are stepped, or, delayed, those of the step before.
+    """
 
     arenas: Sequence[ArenaWork]
     buckets: Sequence[BucketWork]
+    delivered: Sequence[BucketWork]
 
     def count(self) -> None:
         """One step more for each parameter that is stepped; on the step's thread, where nothing can interrupt it."""
@@ -179,13 +243,6 @@ class StepWork:
             work.check_gradients_unchanged()
 
 
-def version_counter(t: Tensor) -> Tensor:
-    """A tensor that shares `t`'s version counter and holds none of its memory."""
-    counter = t.detach()
-    counter.data = counter.new_empty(0)
-    return counter
-
-
 def bucket_works(
     works: Sequence[ArenaWork], unit_name: Callable[[int], str], rank: Mapping[int, int]
 ) -> list[BucketWork]:
@@ -193,8 +250,9 @@ def bucket_works(
     found = []
     for work in works:
         stepped = work.is_stepped
+        everything = bool(stepped.all())
         for i, units in enumerate(work.arena.bucket_units):
-            if stepped[work.arena.bucket_params[i]].any():
+            if everything or stepped[work.arena.bucket_params[i]].any():
                 first = min(units, key=rank.__getitem__)
-                found.append((rank[first], BucketWork(work, i, f"bucket {i} of unit {unit_name(first)!r}")))
+                found.append((rank[first], BucketWork(work, i, unit_name(first))))
     return [work for _, work in sorted(found, key=lambda f: f[0])]  # stable: arena order within a unit

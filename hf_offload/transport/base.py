@@ -9,14 +9,12 @@ moves the bytes and says when they have arrived.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """One contiguous run of device memory, and where it lies in a slot.
 
     Attributes:

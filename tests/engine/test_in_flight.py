@@ -70,7 +70,7 @@ def test_a_weight_written_during_its_copy_up_raises() -> None:
     optimizer.step()
     optimizer.zero_grad()
     pipeline = optimizer.engine._pipeline
-    assert until(lambda: len(pipeline._step.events) == len(pipeline._step.arrivals))  # every copy up is on its way
+    assert until(lambda: len(pipeline._step.events) == len(pipeline._step.delivered))  # every copy up is on its way
     weight: Tensor = next(model.parameters())
     with torch.no_grad():
         weight.zero_()

@@ -242,9 +242,9 @@ def test_a_step_that_was_never_taken_leaves_the_last_figures() -> None:
 
 def test_the_hidden_fraction_stays_between_0_and_1() -> None:
     assert StepRecord(1).hidden_fraction() == 0.0
-    assert StepRecord(1, exposed=9.0, d2h=1.0).hidden_fraction() == 0.0
-    assert StepRecord(1, exposed=-1.0, d2h=1.0).hidden_fraction() == 1.0
-    assert StepRecord(1, exposed=1.0, d2h=1.0, host_step=2.0, h2d=1.0).hidden_fraction() == 0.75
+    assert StepRecord(1, wait=9.0, d2h=1.0).hidden_fraction() == 0.0
+    assert StepRecord(1, wait=-1.0, d2h=1.0).hidden_fraction() == 1.0
+    assert StepRecord(1, wait=1.0, d2h=1.0, host_step=2.0, h2d=1.0).hidden_fraction() == 0.75
 
 
 def test_stats_know_an_optimizer_without_a_model() -> None:

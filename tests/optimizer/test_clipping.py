@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_offload.engine import scaling
+from hf_offload.engine import gradients as found_gradients
 from hf_offload.errors import ConfigError, StateError
 from support.optimizer import (
     DTYPES,
@@ -194,7 +194,7 @@ def test_bounds_that_are_none(bound: Any) -> None:
 
 def test_no_norm_is_computed_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(scaling, "gradient_norm", lambda grads, threads: calls.append(1) or 1.0)
+    monkeypatch.setattr(found_gradients, "gradient_norm", lambda grads, threads: calls.append(1) or 1.0)
     params = make_params(shapes=[(5,)])
     optimizer = offload(params)
     train(optimizer, params, range(3))

@@ -94,7 +94,7 @@ def batches(seed: int = 1) -> Iterator[Tensor]:
 def copies(delay: Delay | None) -> Iterator[None]:
     """Every engine made in here has a transport that sleeps `delay(direction, nbytes)` seconds before a copy."""
 
-    def make(config: OffloadConfig, facts: DeviceFacts, slot_bytes: int) -> HostTransport:
+    def make(config: OffloadConfig, facts: DeviceFacts, slot_bytes: int, *stream: Any) -> HostTransport:
         speed = {"link_gb_s": config.link_gb_s, "link_latency_us": config.link_latency_us}
         return HostTransport(config.ring_slots, slot_bytes, delay=delay, **speed)
 

@@ -15,7 +15,16 @@ from hf_offload.kernels import cpu
 from hf_offload.kernels.cpu import reference
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MODES: dict[str, dict[str, Any]] = {
+    "in_order": {"schedule": "in_order"},
+    "overlapped": {"schedule": "overlapped"},
+    "streamed": {"schedule": "overlapped", "stream_gradients": True},
+    "speculative": {"schedule": "overlapped", "stream_gradients": True, "shadow_bytes": 1 << 20},
+}
+"""Every exact way to take a step."""
+EXACT = tuple(MODES)
 SCHEDULES = ("in_order", "overlapped")
+"""Those that leave `.grad` to be read."""
 # A 0-dim, an empty, odd sizes, one that spans several buckets.
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0, 3), (1,), (7,), (3, 5), (2, 3, 4, 5), (129,), (1501,))
 
@@ -33,15 +42,15 @@ class Bag(nn.Module):
 
 def config(schedule: str = "in_order", **more: Any) -> OffloadConfig:
     """Small buckets, few slots: everything is cut, shared and reused."""
-    return OffloadConfig(**{"schedule": schedule, "bucket_bytes": 1000, "ring_slots": 2, "threads": 2, **more})
+    return OffloadConfig(**{**MODES[schedule], "bucket_bytes": 1000, "ring_slots": 2, "threads": 2, **more})
 
 
 def offload(
     params: Any, schedule: str = "in_order", settings: dict[str, Any] | None = None, **kwargs: Any
 ) -> OffloadAdam:
-    """An OffloadAdam; `overlapped` gets a model to hook."""
+    """An OffloadAdam; all but `in_order` get a model to hook."""
     optimizer = OffloadAdam(params, config=config(schedule, **(settings or {})), **kwargs)
-    if schedule == "overlapped":
+    if schedule != "in_order":
         bag = Bag(p for g in optimizer.param_groups for p in g["params"])
         optimizer.attach(bag)
         optimizer._bag = bag  # type: ignore[attr-defined]  # the engine holds it weakly
@@ -91,6 +100,7 @@ def state(optimizer: Any, p: Tensor, name: str) -> Tensor:
 def snapshot(optimizer: OffloadAdam, params: Sequence[Tensor]) -> dict[str, bytes]:
     """Every byte of weights, host state and step counts, and every setting of the groups."""
     optimizer.engine.wait_all()
+    optimizer.engine.settle_state()
     found = {
         f"weight {i}": p.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         for i, p in enumerate(params)

@@ -1,0 +1,140 @@
+"""The gradient store: where streamed gradients wait for the step, and micro-batches add up. Pageable host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hf_offload.engine.arena import Arena
+from hf_offload.engine.plan import WIRE_ITEMSIZE
+from hf_offload.engine.tensors import NUMPY_WIRE
+from hf_offload.kernels import cpu
+
+_ALIGN = 64  # bytes: where a run of another dtype begins
+
+
+class GradientStore:
+    """The gradients of one arena: 2 bytes a parameter on a 16-bit wire, 4 where they are added up in float32.
+
+    The step's thread alone writes it.
+
+    Args:
+        accumulate_dtype: "wire", which rounds to nearest even as autograd does, or "float32".
+
+    Attributes:
+        nbytes: what it takes.
+        sums: float64[params], each gradient's sum of squares, where `summed` says that it is known.
+    """
+
+    def __init__(self, arena: Arena, accumulate_dtype: str, threads: int) -> None:
+        self.arena = arena
+        self._threads = threads
+        self.held = [b.wire if accumulate_dtype == "wire" else "float32" for b in arena.plan.buckets]
+        """Per bucket: bfloat16, float16 or float32."""
+        self._starts, self.nbytes = _layout(arena, self.held)
+        self._memory = np.empty(self.nbytes, np.uint8)
+        self._of_bucket = [
+            self._view(start, b.numel, held) for start, b, held in zip(self._starts, arena.plan.buckets, self.held)
+        ]
+        first: dict[int, tuple[int, int]] = {}
+        for k, b in enumerate(arena.plan.buckets):
+            for piece in b.pieces:
+                first.setdefault(piece.param, (k, piece.offset))
+        self._first = first
+        self.sums = np.zeros(len(arena.params))
+        self.summed = np.zeros(len(arena.params), bool)
+        self._left = arena.piece_counts.copy()
+        self._whole = [_Whole(arena, k) for k in range(len(arena.plan.buckets))]
+
+    def of_bucket(self, k: int) -> np.ndarray:
+        """held[numel]: the gradients of bucket k."""
+        return self._of_bucket[k]
+
+    def of_param(self, i: int) -> tuple[np.ndarray, str]:
+        """held[numel], and what `held` is: the gradient of parameter i, which must not be empty."""
+        k, offset = self._first[i]
+        held = self.held[k]
+        start = self._starts[k] + offset * WIRE_ITEMSIZE[held]
+        return self._view(start, self.arena.specs[i].numel, held), held
+
+    def _view(self, start: int, numel: int, held: str) -> np.ndarray:
+        return self._memory[start : start + numel * WIRE_ITEMSIZE[held]].view(NUMPY_WIRE[held])
+
+    def receive(self, k: int, slot: np.ndarray, spots: Sequence[int], adds: Sequence[bool]) -> None:
+        """Take the pieces `spots` of bucket k from `slot` (wire[numel]); `adds`: to what is there, or instead of it."""
+        bucket, held = self.arena.plan.buckets[k], self.held[k]
+        for first, last, add in _runs(spots, adds):
+            low = bucket.pieces[first].offset
+            high = bucket.pieces[last].offset + bucket.pieces[last].length
+            move = cpu.add if add else cpu.put
+            move(slot[low:high], self._of_bucket[k][low:high], bucket.wire, held, self._threads)
+        for spot in spots:
+            self.summed[bucket.pieces[spot].param] = False
+
+    def zero(self, params: Sequence[int]) -> None:
+        """These gradients become zeros, as `zero_grad(set_to_none=False)` makes them."""
+        for i in params:
+            if self.arena.specs[i].numel:
+                self.of_param(i)[0][:] = 0
+        self.summed[list(params)] = False
+
+    def sum_bucket(self, k: int) -> None:
+        """After the last micro-batch of bucket k: the sums of squares of the parameters that are now complete."""
+        whole = self._whole[k]
+        if len(whole.params):
+            grads = self._of_bucket[k][whole.low : whole.high]
+            self.sums[whole.params] = cpu.sums_of_squares(grads, whole.blocks, self.held[k], self._threads)
+            self.summed[whole.params] = True
+        for i in whole.parts:
+            self._left[i] -= 1
+            if self._left[i] == 0:
+                self._sum(i)
+                self._left[i] = self.arena.piece_counts[i]
+
+    def sum_params(self, params: Sequence[int]) -> None:
+        """The sums of squares of `params`, as far as they are not known."""
+        self._left[:] = self.arena.piece_counts
+        for i in params:
+            if not self.summed[i]:
+                self._sum(i)
+
+    def _sum(self, i: int) -> None:
+        self.sums[i] = cpu.sum_of_squares(*self.of_param(i), self._threads) if self.arena.specs[i].numel else 0.0
+        self.summed[i] = True
+
+
+class _Whole:
+    """The parameters of a bucket that lie in it whole, which are neighbours, and those of which it has a part."""
+
+    def __init__(self, arena: Arena, k: int) -> None:
+        pieces = arena.plan.buckets[k].pieces
+        whole = [p for p in pieces if p.length == arena.specs[p.param].numel]
+        self.params = np.array([p.param for p in whole], np.int64)
+        self.parts = [p.param for p in pieces if p.length != arena.specs[p.param].numel]
+        self.low = whole[0].offset if whole else 0
+        self.high = whole[-1].offset + whole[-1].length if whole else 0
+        bounds = [p.offset - self.low for p in whole] + [self.high - self.low]
+        self.blocks = cpu.Blocks(np.array(bounds, np.int64))
+
+
+def _layout(arena: Arena, held: Sequence[str]) -> tuple[list[int], int]:
+    """Where each bucket starts, and all bytes. Buckets follow each other without a gap while their dtype stays."""
+    starts, at, before = [], 0, None
+    for bucket, kind in zip(arena.plan.buckets, held):
+        if kind != before:
+            at, before = -(-at // _ALIGN) * _ALIGN, kind
+        starts.append(at)
+        at += bucket.numel * WIRE_ITEMSIZE[kind]
+    return starts, at
+
+
+def _runs(spots: Sequence[int], adds: Sequence[bool]) -> list[tuple[int, int, bool]]:
+    """Neighbouring spots of one kind as (first, last, adds)."""
+    runs: list[tuple[int, int, bool]] = []
+    for spot, add in zip(spots, adds):
+        if runs and runs[-1][1] == spot - 1 and runs[-1][2] == add:
+            runs[-1] = (runs[-1][0], spot, add)
+        else:
+            runs.append((spot, spot, add))
+    return runs

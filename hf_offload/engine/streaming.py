@@ -1,0 +1,444 @@
+"""Gradients that leave during backward: a hook on each parameter takes its gradient, complete buckets go down at once.
+
+Autograd's thread takes gradients and starts copies; the step's thread waits for each copy, puts it into the store and
+frees the slot. A slot never waits for anything else, or the hook would block and backward never end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_offload.engine.arena import Arena
+from hf_offload.engine.gradients import refuse
+from hf_offload.engine.hyper import Coefficients
+from hf_offload.engine.pipeline import Pipeline
+from hf_offload.engine.schedules import Schedule, Stages
+from hf_offload.engine.speculation import Basis, Confidence, Speculation, copied
+from hf_offload.engine.stats import Meter, StepRecord
+from hf_offload.engine.store import GradientStore
+from hf_offload.engine.streamed_gradient import StreamedGradient, graph_task
+from hf_offload.engine.tensors import like_layout
+from hf_offload.transport import Event, Segment, Transport
+
+
+class Tap:
+    """Where one parameter's gradients leave.
+
+    Attributes:
+        placeholder: what `.grad` is once the gradient has left.
+        places: the (inlet, spot) of each of its pieces.
+        lent: the placeholder was taken away so that autograd makes a new gradient, which is to be added.
+        plain: whether the parameter's memory is contiguous.
+        nbytes: bytes of one gradient.
+    """
+
+    __slots__ = ("lent", "nbytes", "placeholder", "places", "plain")
+
+    def __init__(self, p: Tensor, placeholder: StreamedGradient) -> None:
+        self.placeholder = placeholder
+        self.places: list[tuple[Inlet, int]] = []
+        self.lent = False
+        self.plain = p.is_contiguous()
+        self.nbytes = p.numel() * p.element_size()
+
+
+class Held:
+    """A gradient of several pieces, kept until the last of their copies has ended."""
+
+    __slots__ = ("grad", "left")
+
+    def __init__(self, grad: Tensor, pieces: int) -> None:
+        self.grad = grad
+        self.left = pieces
+
+
+class Inlet:
+    """One bucket that fills up during backward.
+
+    Attributes:
+        grads: per piece, the gradient that waits to leave; None while it is not there.
+        adds: per piece, whether it is added to what the store has.
+        missing: how many are not there yet.
+        passes: how often the bucket has left complete since the last step.
+        expected: how often it did before the last step.
+    """
+
+    __slots__ = ("adds", "expected", "grads", "index", "missing", "passes", "pieces", "size")
+
+    def __init__(self, index: int, pieces: Sequence[Any], size: int) -> None:
+        self.index = index
+        self.pieces = pieces
+        self.size = size
+        self.passes = 0
+        self.expected = 1
+        self.empty()
+
+    def empty(self) -> None:
+        self.grads: list[Tensor | Held | None] = [None] * len(self.pieces)
+        self.adds = [False] * len(self.pieces)
+        self.missing = len(self.pieces)
+
+    def segments(self, spots: Sequence[int]) -> list[Segment]:
+        found = []
+        for spot in spots:
+            piece, held = self.pieces[spot], self.grads[spot]
+            grad = held.grad if isinstance(held, Held) else held
+            assert grad is not None
+            at = grad.data_ptr() + piece.start * self.size
+            found.append(Segment(at, piece.length * self.size, piece.offset * self.size, grad))
+        return found
+
+
+class _Drop:
+    """The job of putting one bucket's pieces into the store, once they have come down."""
+
+    def __init__(
+        self, stream: GradientStream, store: GradientStore, inlet: Inlet, spots: Sequence[int], slot: int, event: Event,
+        last: bool,
+    ) -> None:  # fmt: skip
+        self.taken = False
+        self._shared = stream.shared
+        self._store = store
+        self._bucket = inlet.index
+        self._spots, self._adds = spots, inlet.adds
+        self._grads: Sequence[Tensor | Held | None] = inlet.grads
+        self._slot, self._event = slot, event
+        self._basis = stream.basis if last else None
+        self._last = last
+        self._record: StepRecord = stream.meter.upcoming
+
+    def run(self, stages: Stages, schedule: Schedule) -> None:
+        name = f"bucket {self._bucket}"
+        stages.arrived(self._event, name, self._record)
+        self._let_go()
+        shared, store, k = self._shared, self._store, self._bucket
+        if shared.speculation is not None:
+            shared.speculation.forget(store.arena, k)
+        begin = stages.now()
+        store.receive(k, stages.down(self._slot, store.arena.plan.buckets[k]), self._spots, self._adds)
+        shared.free.append(self._slot)
+        if self._last:
+            store.sum_bucket(k)
+            if self._basis is not None and shared.speculation is not None:
+                shared.speculation.offer(store, k, self._basis, self._record)
+        stages.worked(self._record, name, begin)
+
+    def _let_go(self) -> None:
+        """The device may have the memory back."""
+        released = 0
+        for spot in self._spots:
+            held = self._grads[spot]
+            if isinstance(held, Held):
+                held.left -= 1
+                released += held.grad.nbytes if held.left == 0 else 0
+            elif held is not None:
+                released += held.nbytes
+        self._grads = ()
+        self._shared.released += released
+
+    def end(self) -> None:
+        self._grads = ()
+
+
+class _Shared:
+    """What both threads know of the stream.
+
+    Attributes:
+        free: down slots that nobody uses. The training thread takes, the step's thread puts back.
+        released: bytes of gradients that the device has got back. Written by the step's thread.
+    """
+
+    def __init__(self, speculation: Speculation | None) -> None:
+        self.free: deque[int] = deque()
+        self.released = 0
+        self.speculation = speculation
+
+
+class GradientStream:
+    """All taps of an engine.
+
+    Args:
+        groups: gives the optimizer's param_groups.
+
+    Attributes:
+        stores: one for each arena.
+        version: counts what changes the gradients: two equal readings, and they are the same.
+        peak: the most bytes of gradients the device held for us at one time.
+        inverse: what the last step's gradients were multiplied by, clipping aside: the guess for the next one.
+    """
+
+    def __init__(
+        self, transport: Transport, pipeline: Pipeline, meter: Meter, threads: int, accumulate_dtype: str,
+        speculation: Speculation | None, groups: Callable[[], Sequence[Mapping[str, Any]]],
+    ) -> None:  # fmt: skip
+        self.stores: list[GradientStore] = []
+        self.shared = _Shared(speculation)
+        self.meter = meter
+        self.version = 0
+        self.peak = 0
+        self.inverse = 1.0
+        self.basis: Basis | None = None
+        self.confidence = Confidence()
+        self._guessed: list[dict[str, Any]] | None = None
+        self._transport = transport
+        self._pipeline = pipeline
+        self._threads = threads
+        self._accumulate_dtype = accumulate_dtype
+        self._groups = groups
+        self._taps: list[list[Tap]] = []
+        self._inlets: list[list[Inlet]] = []
+        self._tap_of: dict[Tensor, Tap] = {}
+        self._handles: list[Any] = []
+        self._taken = 0
+        self._group_of: tuple[object, list[np.ndarray]] = (None, [])
+        self._witness: StreamedGradient | None = None
+        self._lent_in: int | None = None
+        self._free_all_slots()
+
+    # ---- setting up
+
+    def open(self, arena: Arena) -> None:
+        """Take the gradients of an arena's parameters from now on."""
+        store = GradientStore(arena, self._accumulate_dtype, self._threads)
+        if self.shared.speculation is not None:
+            self.shared.speculation.reserve(arena)
+        inlets = [Inlet(k, b.pieces, b.itemsize) for k, b in enumerate(arena.plan.buckets)]
+        taps = [Tap(p, StreamedGradient(p, self)) for p in arena.params]
+        for inlet in inlets:
+            for spot, piece in enumerate(inlet.pieces):
+                taps[piece.param].places.append((inlet, spot))
+        me = weakref.ref(self)
+        number = len(self.stores)
+        self.stores.append(store)
+        self._inlets.append(inlets)
+        self._taps.append(taps)
+        for p, tap in zip(arena.params, taps):
+            self._tap_of[p] = tap
+            self._handles.append(p.register_post_accumulate_grad_hook(_hook(me, tap, number)))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for p, tap in self._tap_of.items():
+            if p.grad is tap.placeholder:
+                p.grad = None
+        self._tap_of = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.nbytes for store in self.stores)
+
+    # ---- during backward, on autograd's thread
+
+    def take(self, tap: Tap, number: int, p: Tensor) -> None:
+        """A gradient is complete for this backward: it goes on its way, and a placeholder takes its place."""
+        grad = p.grad
+        assert grad is not None
+        placeholder = tap.placeholder
+        if grad is placeholder:  # autograd added to it, and it kept what was to be added
+            grad, placeholder.incoming = placeholder.incoming, None
+            assert grad is not None
+            adds = True
+        else:
+            adds = tap.lent and self._still_lent()
+            tap.lent = False
+            p.grad = placeholder
+        self.version += 1
+        if grad.layout != torch.strided or grad.dtype != p.dtype or grad.device != p.device:
+            refuse(p, grad)
+        if not (tap.plain and grad.is_contiguous()) or grad.is_neg():
+            grad = like_layout(grad.resolve_neg(), p)
+        self._taken += tap.nbytes
+        self.peak = max(self.peak, self._taken - self.shared.released)
+        held = grad if len(tap.places) == 1 else Held(grad, len(tap.places))
+        for inlet, spot in tap.places:
+            if inlet.grads[spot] is not None:  # a second backward, while others of the bucket had none in the first
+                self._send(number, inlet)
+            inlet.grads[spot] = held
+            inlet.adds[spot] = adds
+            inlet.missing -= 1
+            if not inlet.missing:
+                self._send(number, inlet)
+
+    def accumulating(self, into: StreamedGradient) -> None:
+        """Autograd adds to a placeholder, which is slow: for the rest of this backward take all the others away."""
+        if self._lent_in == graph_task():
+            return
+        self.take_back()
+        for p, tap in self._tap_of.items():
+            if tap.placeholder is not into and p.grad is tap.placeholder:
+                p.grad = None
+                tap.lent = True
+        self._witness, self._lent_in = into, graph_task()
+        me = weakref.ref(self)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _take_back(me))  # type: ignore[attr-defined]
+
+    def take_back(self) -> bool:
+        """Backward has ended, well or badly: parameters that got no gradient in it have their placeholder again.
+
+        Returns:
+            False if somebody has dropped all gradients meanwhile; then they have none.
+        """
+        if self._witness is None:
+            return True
+        kept = any(p.grad is self._witness for p in self._tap_of)
+        self._witness, self._lent_in = None, None
+        for p, tap in self._tap_of.items():
+            if tap.lent:
+                tap.lent = False
+                if p.grad is None and kept:
+                    p.grad = tap.placeholder
+        return kept
+
+    def _still_lent(self) -> bool:
+        """Whether the gradient that autograd made anew is to be added: not if the backward that lent it out failed, and
+        then somebody dropped all gradients."""
+        return self._lent_in == graph_task() or self.take_back()
+
+    def _send(self, number: int, inlet: Inlet) -> None:
+        spots = [spot for spot, grad in enumerate(inlet.grads) if grad is not None]
+        last = False
+        if not inlet.missing:
+            inlet.passes += 1
+            last = inlet.passes == inlet.expected
+            if last and self.basis is None:
+                self._guess_the_step()
+        slot = self._slot(inlet)
+        event = self._transport.to_host(inlet.segments(spots), slot, self._transport.mark())
+        job = _Drop(self, self.stores[number], inlet, spots, slot, event, last)
+        inlet.empty()
+        self._pipeline.put(job)
+
+    def _slot(self, inlet: Inlet) -> int:
+        free = self.shared.free
+        if not free:
+            with self.meter.waiting("a slot of the ring"):
+                self._pipeline.wait_until(lambda: free, f"a free slot for the gradients of bucket {inlet.index}")
+        elif self._pipeline.failed:
+            self._pipeline.wait_until(lambda: True, "")  # raises
+        return free.popleft()
+
+    # ---- between backward and step, on the training thread
+
+    def is_here(self, p: Tensor) -> bool:
+        """Whether `p.grad` stands for a gradient of ours."""
+        tap = self._tap_of.get(p)
+        return tap is not None and p.grad is tap.placeholder
+
+    def flush(self) -> bool:
+        """Send what did not leave by itself: incomplete buckets, and gradients that somebody put into `.grad`.
+
+        Returns:
+            Whether a `.grad` is another now.
+        """
+        before = self.version
+        self.take_back()
+        for number, store in enumerate(self.stores):
+            for p, tap in zip(store.arena.params, self._taps[number]):
+                grad = p.grad
+                if grad is not None and grad is not tap.placeholder:
+                    self.take(tap, number, p)
+            for inlet in self._inlets[number]:
+                if inlet.missing != len(inlet.pieces):
+                    self._send(number, inlet)
+        return self.version != before
+
+    def settle(self, then: Callable[[], None] = lambda: None) -> None:
+        """Wait until every gradient that left is in the store; `then()` is called on the step's thread.
+
+        Raises:
+            StateError: a copy failed. WaitTimeout: none ended for `timeout_s`.
+        """
+        with self.meter.waiting("gradients"):
+            self._pipeline.call(then, "gradients on their way to the host")
+        self._free_all_slots()  # after an interrupt in a hook some may belong to nobody
+
+    def sums(self, params: Iterable[tuple[int, int]]) -> list[float]:
+        """The sum of squares of each gradient, by (arena, index). Waits for all of them."""
+        wanted: list[list[int]] = [[] for _ in self.stores]
+        params = list(params)
+        for arena, index in params:
+            wanted[arena].append(index)
+
+        def complete() -> None:
+            for store, indices in zip(self.stores, wanted):
+                store.sum_params(indices)
+
+        self.settle(complete)
+        found = [store.sums.tolist() for store in self.stores]
+        return [found[arena][index] for arena, index in params]
+
+    def zero(self) -> None:
+        """`zero_grad(set_to_none=False)`: gradients on the host become zeros. Nothing of them may be under way."""
+        self.flush()
+        zeroed = [[i for i, p in enumerate(s.arena.params) if self.is_here(p)] for s in self.stores]
+        self.version += 1
+
+        def write() -> None:
+            if self.shared.speculation is not None:
+                self.shared.speculation.clear()
+            for store, params in zip(self.stores, zeroed):
+                store.zero(params)
+
+        self.settle(write)
+
+    def step_taken(self, inverse: float, clipped: bool) -> None:
+        """At `step()`: learn for the next guess.
+
+        Args:
+            inverse: what the gradients were multiplied by, clipping aside.
+            clipped: whether clipping multiplied them by something else than 1.
+        """
+        if self._guessed is not None:
+            same = inverse == self.inverse and not clipped and copied(self._groups()) == self._guessed
+            self.confidence.learn(same)
+        self.inverse = inverse
+        self.basis, self._guessed = None, None
+        for inlets in self._inlets:
+            for inlet in inlets:
+                inlet.expected, inlet.passes = inlet.passes or 1, 0
+
+    def _guess_the_step(self) -> None:
+        if self.shared.speculation is None or self._guessed is not None:
+            return
+        groups = self._groups()
+        self._guessed = copied(groups)
+        if self.confidence.guess():
+            self.basis = Basis(Coefficients(self._guessed, self.inverse), self._numbers(groups))
+
+    def _numbers(self, groups: Sequence[Mapping[str, Any]]) -> list[np.ndarray]:
+        """The group of each parameter, per arena; looked up again where groups or arenas were added."""
+        shape = len(self.stores), tuple(len(g["params"]) for g in groups)
+        if self._group_of[0] != shape:
+            of = {p: n for n, g in enumerate(groups) for p in g["params"]}
+            self._group_of = shape, [np.array([of.get(p, -1) for p in s.arena.params], np.int64) for s in self.stores]
+        return self._group_of[1]
+
+    def _free_all_slots(self) -> None:
+        self.shared.free.clear()
+        self.shared.free.extend(range(len(self._transport.down)))
+
+
+def _hook(stream: weakref.ref[GradientStream], tap: Tap, number: int) -> Callable[[Tensor], None]:
+    """The hook of one parameter; it holds the stream weakly, since the parameter may outlive it."""
+
+    def arrived(p: Tensor) -> None:
+        alive = stream()
+        if alive is not None:
+            alive.take(tap, number, p)
+
+    return arrived
+
+
+def _take_back(stream: weakref.ref[GradientStream]) -> None:
+    alive = stream()
+    if alive is not None:
+        alive.take_back()
