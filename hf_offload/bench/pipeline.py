@@ -33,6 +33,7 @@ from hf_offload.bench import stages as stage_times
 from hf_offload.bench.bound import Bound, UnitTimes, bound
 from hf_offload.bench.emulated import EmulatedModel, Memory, module_sizes
 from hf_offload.config import OffloadConfig
+from hf_offload.engine.stats import Stats
 from hf_offload.errors import ConfigError, explain, nearest
 from hf_offload.hostmem import check_host_budget
 from hf_offload.optimizer import OffloadAdam
@@ -106,12 +107,19 @@ class Setting:
         block = (self.forward_ms * 1e-3, self.backward_ms * 1e-3)
         return EmulatedModel(memory, block, (self.edge_ms * 1e-3, 2 * self.edge_ms * 1e-3))
 
-    def units(self, measured: stage_times.Stages) -> list[UnitTimes]:
-        """The emulated device's times with those of the stages, for the bound."""
-        edge = (self.edge_ms * 1e-3, 2 * self.edge_ms * 1e-3)
-        block = (self.forward_ms * 1e-3, self.backward_ms * 1e-3)
+    def units(self, measured: stage_times.Stages, step_seconds: float) -> list[UnitTimes]:
+        """What the bound is computed from: the stages' times, and the emulated device's as they really were.
+
+        Args:
+            step_seconds: of a step without an optimizer, a little more than forward and backward ask for.
+        """
+        edge = (self.edge_ms, 2 * self.edge_ms)
+        block = (self.forward_ms, self.backward_ms)
+        asked = self.blocks * sum(block) + 2 * sum(edge)
+        per_ms = step_seconds / asked if asked else 0.0
         last = len(measured.units) - 1
-        return [UnitTimes(*(edge if u in (0, last) else block), b) for u, b in enumerate(measured.units)]
+        times = [edge if u in (0, last) else block for u in range(last + 1)]
+        return [UnitTimes(f * per_ms, b * per_ms, buckets) for (f, b), buckets in zip(times, measured.units)]
 
 
 def _at_least(name: str, value: float, least: float) -> None:
@@ -177,29 +185,21 @@ class Round:
     digest: str = ""
 
 
-class _Meter:
+class _Spent:
     """What has been spent so far, to be subtracted: wall, CPU of this thread, of the process, of the engine's."""
 
-    def __init__(self, model: EmulatedModel, optimizer: OffloadAdam | None) -> None:
-        stats = optimizer.stats() if optimizer is not None else None
-        self.hits = stats.speculation_hits if stats else 0
-        self.misses = stats.speculation_misses if stats else 0
-        self.exposed = stats.exposed_seconds if stats else 0.0
+    def __init__(self, model: EmulatedModel) -> None:
+        self.wall, self.main, self.process = time.perf_counter(), time.thread_time(), time.process_time()
         self.threads = thread_seconds()
         self.late = model.clock.late_seconds
-        self.process, self.main, self.wall = time.process_time(), time.thread_time(), time.perf_counter()
 
-    def since(self, start: _Meter, steps: int, digest: str) -> Round:
+    def since(self, start: _Spent, steps: int) -> Round:
         return Round(
             step=(self.wall - start.wall) / steps,
             main=(self.main - start.main) / steps,
             process=(self.process - start.process) / steps,
             threads={n: (s - start.threads.get(n, 0.0)) / steps for n, s in self.threads.items()},
             late=(self.late - start.late) / steps,
-            engine_exposed=self.exposed,
-            hits=self.hits - start.hits,
-            misses=self.misses - start.misses,
-            digest=digest,
         )
 
 
@@ -238,27 +238,42 @@ class BusyCores:
         return machine, time.process_time(), time.perf_counter()
 
 
-def _train(setting: Setting, model: EmulatedModel, optimizer: OffloadAdam | None, max_norm: float | None) -> Round:
-    """Warm-up steps, then the window."""
+def _train(setting: Setting, model: EmulatedModel, step: Callable[[], None], warm: Callable[[], None]) -> Round:
+    """Warm-up steps, `warm()`, then the window: from the start of one step to the start of a later one."""
     x = torch.zeros(1)
-    start = None
-    for number in range(setting.warmup_steps + setting.steps):
-        if number == setting.warmup_steps:
-            start = _Meter(model, optimizer)
-        model(x).backward()
-        if optimizer is None:
-            model.zero_grad()
-            continue
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            model(x).backward()
+            step()
+
+    steps(setting.warmup_steps)
+    warm()
+    start = _Spent(model)
+    steps(setting.steps)
+    return _Spent(model).since(start, setting.steps)
+
+
+def _train_with(setting: Setting, model: EmulatedModel, optimizer: OffloadAdam, max_norm: float | None) -> Round:
+    """The same with an optimizer, its own figures and the weights it leaves."""
+    before: list[Stats] = []
+
+    def step() -> None:
         if max_norm is not None:
             optimizer.clip_grad_norm_(max_norm)
         optimizer.step()
         optimizer.zero_grad()
-    end = _Meter(model, optimizer)
-    assert start is not None
-    if optimizer is None:
-        return end.since(start, setting.steps, "")
+
+    found = _train(setting, model, step, lambda: before.append(optimizer.stats()))
+    after = optimizer.stats()
     optimizer.synchronize()
-    return end.since(start, setting.steps, digest(model))
+    return dataclasses.replace(
+        found,
+        engine_exposed=after.exposed_seconds,
+        hits=after.speculation_hits - before[0].speculation_hits,
+        misses=after.speculation_misses - before[0].speculation_misses,
+        digest=digest(model),
+    )
 
 
 def digest(model: EmulatedModel) -> str:
@@ -279,7 +294,8 @@ class _Lab:
     norm: float
 
     def none(self) -> Round:
-        return _train(self.setting, self.setting.model(self.memory), None, None)
+        model = self.setting.model(self.memory)
+        return _train(self.setting, model, model.zero_grad, lambda: None)
 
     def round(self, contender: Contender) -> Round:
         setting = self.setting
@@ -297,7 +313,7 @@ class _Lab:
         try:
             with OffloadAdam(model.parameters(), config=OffloadConfig(**config), model=model) as optimizer:
                 contender.prepare(optimizer)
-                return _train(setting, model, optimizer, max_norm)
+                return _train_with(setting, model, optimizer, max_norm)
         finally:
             del model
             gc.collect()  # the state of one optimizer, before the next allocates its own
@@ -369,11 +385,12 @@ def run(setting: Setting, say: Callable[[str], None] = lambda text: None) -> Res
     say("Comparing weights ...")
     bits = {biting: lab.reference(ALWAYS if biting else None) for biting in {c.clip == ALWAYS for c in chosen.values()}}
     base = statistics.median(r.step for r in rounds[NONE]), statistics.median(r.main for r in rounds[NONE])
+    units = setting.units(measured, base[0])
     rows = {NONE: _row(rounds[NONE], base, Bound(0.0, ()), measured, "none", None)}
     for name, contender in chosen.items():
         same = all(r.digest == bits[contender.clip == ALWAYS] for r in rounds[name]) if contender.exact else None
         clip = {None: "none", NEVER: "never bites", ALWAYS: "always bites"}[contender.clip]
-        rows[name] = _row(rounds[name], base, bound(name, setting.units(measured)), measured, clip, same)
+        rows[name] = _row(rounds[name], base, bound(name, units), measured, clip, same)
     return Result(setting, measured, sum(map(sum, memory.sizes)), sum(map(len, memory.sizes)), rows, busy.others())
 
 

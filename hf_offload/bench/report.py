@@ -20,6 +20,9 @@ CLIP = (
 BUSY = 0.1
 """Cores that other programs may take before the table says that they spoil the figures."""
 
+SLOW_LINK = 0.9
+"""Part of the link's speed below which the table says that the copies do not reach it."""
+
 
 def as_json(result: Result) -> dict[str, Any]:
     """Seconds are of one step: medians over the rounds of means over each round's window.
@@ -152,6 +155,13 @@ def _remarks(result: Result) -> list[str]:
         f"What remains of the emulation: the copies take {copies} of CPU time a step, which a GPU's copy engines would "
         f"not, and the emulated device is woken {late} a step too late."
     )
+    stages, link = result.stages, result.setting.link_gb_s
+    reached = 2 * result.params / max(stages.total("d2h"), stages.total("h2d")) / 1e9
+    if reached < SLOW_LINK * link:
+        found.append(
+            f"The link of {link:g} GB/s is not reached: alone, the copies run at {reached:.3g} GB/s, what one core "
+            "moves or small copies cost. The bound is for these times."
+        )
     if result.others is not None and result.others > BUSY:
         found.append(
             f"[yellow]Other programs kept {result.others:.1f} cores busy meanwhile: these figures are not the engine's "

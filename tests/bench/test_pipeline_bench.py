@@ -253,6 +253,14 @@ def test_what_ran_can_be_read_from_the_config(figures: dict[str, Any]) -> None:
     assert machine["other_programs_cores"] is None or machine["other_programs_cores"] >= 0
 
 
+def test_the_bound_is_for_the_device_as_it_was(memory: Memory) -> None:
+    measured = stages.measure(memory, bucket_bytes=1 << 20, slots=2, link_gb_s=1.0, threads=1)
+    units = Setting(blocks=3, forward_ms=4, backward_ms=8, edge_ms=1).units(measured, step_seconds=0.084)
+    ms = pytest.approx([2, 8, 8, 8, 2]), pytest.approx([4, 16, 16, 16, 4])  # twice what was asked: 42 ms a step
+    assert ([u.forward * 1e3 for u in units], [u.backward * 1e3 for u in units]) == ms
+    assert [u.buckets for u in units] == list(measured.units)
+
+
 def test_the_shadow_has_room_for_every_bucket() -> None:
     sizes = [[100], [30, 30], [100]]
     assert Setting(bucket_bytes=1 << 20).shadow_bytes(sizes) == 3 * 100 * 14
