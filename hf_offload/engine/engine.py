@@ -162,7 +162,7 @@ class Engine:
             return
         self._check_open()
         self.wait_all()
-        self.placement.settle(fresh, 12 * sum(a.plan.numel for a in self.arenas))
+        self.placement.settle(fresh, self._taken_bytes())
         check_apart([*self._place_of, *fresh])
         number = len(self.arenas)
         arena = Arena(fresh, [self._unit_of(p) for p in fresh], self.config.bucket_bytes, number)
@@ -178,6 +178,11 @@ class Engine:
                 self._start()
             assert self.stream is not None
             self.stream.open(arena)
+
+    def _taken_bytes(self) -> int:
+        """Host memory that is ours, the ring left out."""
+        more = (self.stream.nbytes if self.stream else 0) + (self.speculation.nbytes if self.speculation else 0)
+        return 12 * sum(a.plan.numel for a in self.arenas) + more
 
     def _unit_of(self, p: Tensor) -> int:
         if self.gates is None:

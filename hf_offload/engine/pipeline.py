@@ -57,7 +57,10 @@ class _Step:
         self.work.check_gradients_unchanged()
 
     def end(self) -> None:
-        self.work = None  # lets go of the gradients
+        if self.work is not None:
+            for work in self.work.arenas:
+                work.gradients.drop()
+        self.work = None
         self.record.finished = True
         self.ended = True
 

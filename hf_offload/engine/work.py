@@ -27,6 +27,10 @@ class Gradients(Protocol):
         """Whether nobody wrote to a gradient of `bucket` since the step was taken."""
         ...
 
+    def drop(self) -> None:
+        """The step has ended, well or badly: it holds no gradient any more."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceGradients:
@@ -41,7 +45,7 @@ class DeviceGradients:
         pieces_left: int64[params], the pieces of each whose copies have not ended.
     """
 
-    grads: Sequence[Tensor | None]
+    grads: list[Tensor | None]
     versions: Sequence[int]
     pointers: Sequence[int]
     pieces_left: np.ndarray
@@ -61,6 +65,9 @@ class DeviceGradients:
                 return False
         return True
 
+    def drop(self) -> None:
+        self.grads[:] = [None] * len(self.grads)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredGradients:
@@ -73,6 +80,9 @@ class StoredGradients:
 
     def unwritten(self, bucket: Bucket) -> bool:
         return True
+
+    def drop(self) -> None:
+        """The store stays."""
 
 
 @dataclass(frozen=True, slots=True)
