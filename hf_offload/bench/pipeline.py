@@ -33,6 +33,7 @@ from hf_offload.bench import stages as stage_times
 from hf_offload.bench.bound import Bound, UnitTimes, bound
 from hf_offload.bench.emulated import EmulatedModel, Memory, module_sizes
 from hf_offload.config import OffloadConfig
+from hf_offload.engine.speculation import Confidence
 from hf_offload.engine.stats import Stats
 from hf_offload.errors import ConfigError, explain, nearest
 from hf_offload.hostmem import check_host_budget
@@ -127,8 +128,18 @@ def _at_least(name: str, value: float, least: float) -> None:
         raise ConfigError(explain(name, value, f"below {least}", f"Give a number of at least {least}"))
 
 
+class _Stubborn(Confidence):
+    """Goes on guessing however the guesses turn out."""
+
+    def guess(self) -> bool:
+        return True
+
+
 def force_guessing(optimizer: OffloadAdam) -> None:
     """Let `optimizer` go on guessing where every guess fails: steps that miss are what is measured."""
+    stream = optimizer.engine.stream
+    assert stream is not None, "after the first step"
+    stream.confidence = _Stubborn()
 
 
 @dataclass(frozen=True)
@@ -138,7 +149,7 @@ class Contender:
     Attributes:
         settings: fields of OffloadConfig.
         clip: None, or the bound for `clip_grad_norm_` as a multiple of the gradients' norm.
-        prepare: called with the new optimizer.
+        prepare: called with the optimizer after the warm-up.
         exact: whether its weights must be those of *in order*.
         shadow: whether it gets a shadow for all buckets.
     """
@@ -254,7 +265,10 @@ def _train(setting: Setting, model: EmulatedModel, step: Callable[[], None], war
     return _Spent(model).since(start, setting.steps)
 
 
-def _train_with(setting: Setting, model: EmulatedModel, optimizer: OffloadAdam, max_norm: float | None) -> Round:
+def _train_with(
+    setting: Setting, model: EmulatedModel, optimizer: OffloadAdam, max_norm: float | None,
+    prepare: Callable[[OffloadAdam], None],
+) -> Round:  # fmt: skip
     """The same with an optimizer, its own figures and the weights it leaves."""
     before: list[Stats] = []
 
@@ -264,7 +278,11 @@ def _train_with(setting: Setting, model: EmulatedModel, optimizer: OffloadAdam, 
         optimizer.step()
         optimizer.zero_grad()
 
-    found = _train(setting, model, step, lambda: before.append(optimizer.stats()))
+    def warm() -> None:
+        prepare(optimizer)
+        before.append(optimizer.stats())
+
+    found = _train(setting, model, step, warm)
     after = optimizer.stats()
     optimizer.synchronize()
     return dataclasses.replace(
@@ -312,8 +330,7 @@ class _Lab:
         max_norm = None if contender.clip is None else contender.clip * self.norm
         try:
             with OffloadAdam(model.parameters(), config=OffloadConfig(**config), model=model) as optimizer:
-                contender.prepare(optimizer)
-                return _train_with(setting, model, optimizer, max_norm)
+                return _train_with(setting, model, optimizer, max_norm, contender.prepare)
         finally:
             del model
             gc.collect()  # the state of one optimizer, before the next allocates its own

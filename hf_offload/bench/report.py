@@ -30,6 +30,7 @@ def as_json(result: Result) -> dict[str, Any]:
     Of each schedule: `exposed_seconds` is `step_seconds` less that of `none`; `main_thread_seconds` the CPU time of the
     training thread less that of `none`; `hidden_fraction` 1 - exposed / (d2h + host_step + h2d), the stages alone;
     `late_seconds` by how much the system woke the emulated device too late, which is mostly not charged to the step;
+    `speculation_hits` and `_misses` are of buckets, in all measured steps (`rounds` x `steps` x `buckets` in all);
     `cpu_seconds` the CPU time of the engine's threads and of the process. A GPU's copy engines would do without the
     d2h and h2d of that.
     """
@@ -42,6 +43,7 @@ def as_json(result: Result) -> dict[str, Any]:
             "threads_by": "the setting" if setting.threads else "measurement: the fewest within 10 % of the fastest",
             "params": result.params,
             "tensors": result.tensors,
+            "buckets": sum(map(len, stages.units)),
             "wire_dtype": "bfloat16",
             "clip": CLIP,
         },
@@ -148,7 +150,8 @@ def _remarks(result: Result) -> list[str]:
         if name.startswith("speculative")
     ]
     if guesses:
-        found.append(f"Guesses in all measured steps: {', '.join(guesses)}.")
+        buckets = sum(map(len, result.stages.units)) * result.setting.steps * result.setting.rounds
+        found.append(f"Guesses in all measured steps, of {buckets} buckets: {', '.join(guesses)}.")
     copies = _range([row.median(lambda r: r.threads.get("d2h", 0.0) + r.threads.get("h2d", 0.0)) for row in rows])
     late = _range([row.median(lambda r: r.late) for row in result.rows.values()])
     found.append(

@@ -236,6 +236,13 @@ def test_guesses_turn_out_as_named(figures: dict[str, Any], name: str, kind: str
         assert found >= STEPS if counted == kind else found == 0
 
 
+def test_steps_that_miss_go_on_being_guessed() -> None:
+    """Left alone, the engine stops after four wrong guesses, of 4 buckets each; here each of 24 measured steps misses."""
+    setting = Setting(**{**TINY, "steps": 24, "rounds": 1, "schedules": ("speculative_miss",)})  # type: ignore[arg-type]
+    (found,) = pipeline.run(setting).rows["speculative_miss"].rounds
+    assert found.misses >= 24 and found.hits == 0
+
+
 def test_every_schedule_had_an_engine_and_none_had_not(result: pipeline.Result) -> None:
     for name, row in result.rows.items():
         threads = {thread for r in row.rounds for thread in r.threads}
@@ -245,6 +252,7 @@ def test_every_schedule_had_an_engine_and_none_had_not(result: pipeline.Result) 
 def test_what_ran_can_be_read_from_the_config(figures: dict[str, Any]) -> None:
     config = figures["config"]
     sizes = module_sizes(2, 6000, 12)
+    assert config["buckets"] == 4
     assert config["params"] == sum(map(sum, sizes)) and config["tensors"] == 26
     assert {k: config[k] for k in TINY} == TINY
     assert isinstance(config["threads"], int) and "measurement" in config["threads_by"]
