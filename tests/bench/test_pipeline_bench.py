@@ -237,7 +237,7 @@ def test_guesses_turn_out_as_named(figures: dict[str, Any], name: str, kind: str
 
 
 def test_steps_that_miss_go_on_being_guessed() -> None:
-    """Left alone, the engine stops after four wrong guesses, of 4 buckets each; here each of 24 measured steps misses."""
+    """Left alone, the engine stops after four wrong guesses, of 4 buckets each; here 24 measured steps all miss."""
     setting = Setting(**{**TINY, "steps": 24, "rounds": 1, "schedules": ("speculative_miss",)})  # type: ignore[arg-type]
     (found,) = pipeline.run(setting).rows["speculative_miss"].rounds
     assert found.misses >= 24 and found.hits == 0
