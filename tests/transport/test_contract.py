@@ -333,6 +333,8 @@ def test_a_forked_child_neither_hangs_nor_copies(kind: Kind) -> None:
         try:
             with pytest.raises(TransportError, match="fork"):
                 start(transport, "d2h", [segment(memory, 0)])
+            with pytest.raises(TransportError):
+                event.wait(0.01)
             transport.close()
             del transport
             gc.collect()

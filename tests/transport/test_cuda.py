@@ -168,7 +168,7 @@ def test_join_of_a_copy_that_ended_asks_the_device_for_nothing() -> None:
 # ---- what is created, and freed
 
 
-def test_a_thousand_copies_create_no_event_after_the_first_few() -> None:
+def test_a_thousand_copies_create_no_more_events_than_are_in_use_at_once() -> None:
     fake = FakeCupy()
     transport, source = make(fake), memory(bytes(64))
 
@@ -179,11 +179,10 @@ def test_a_thousand_copies_create_no_event_after_the_first_few() -> None:
         for event in (*down, *up):
             event.wait(LONG)
 
-    step()
-    created = fake.calls["eventCreateWithFlags"]
     for _ in range(125):
         step()
-    assert fake.calls["eventCreateWithFlags"] == created <= 2 + 16 + 5
+    at_once = 2 * 8 + 2 + 2  # two around each copy, one a lane to read the clock by, two marks
+    assert fake.calls["eventCreateWithFlags"] <= at_once
     assert fake.calls["Stream"] == 2 and fake.calls["hostAlloc"] == 1
     transport.close()
 
