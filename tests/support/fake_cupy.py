@@ -1,4 +1,5 @@
-"""A CuPy without a GPU: the part of it that `transport/cuda*.py` uses, as asynchronous and as unforgiving as CUDA.
+"""A CuPy without a GPU: the part of it that `transport/cuda*.py` and
+`kernels/cuda` use, as asynchronous and as unforgiving as CUDA.
 
 Device memory is ordinary memory. Each stream runs its operations on a thread of its own, which sleeps before each as
 `delays` says; a copy reads its source when the stream reaches it. What CUDA forbids or leaves undefined raises here: a
@@ -191,6 +192,22 @@ class _Runtime:
             return FAILED
         return NOT_READY if self._fake.queue(stream).busy else 0
 
+    def streamSynchronize(self, stream: int) -> None:
+        self._fake.called("streamSynchronize")
+        self._fake.synchronize(self._fake.device, stream)
+
+    def malloc(self, size: int) -> int:
+        self._fake.called("malloc")
+        if size > self._fake.allocatable:
+            raise CUDARuntimeError(NO_MEMORY)
+        memory = np.full(size, 0xEE, np.uint8)
+        self._fake.allocated[memory.ctypes.data] = memory
+        return memory.ctypes.data
+
+    def free(self, ptr: int) -> None:
+        self._fake.called("free")
+        del self._fake.allocated[ptr]
+
     def launchHostFunc(self, stream: int, callback: Callable[[Any], None], arg: int) -> None:
         self._fake.called("launchHostFunc")
         self._fake.queue(stream).put(lambda: callback(arg))
@@ -222,6 +239,22 @@ class _Stream:
         del self._fake.handles[self.ptr]
 
 
+class _Device:
+    """cupy.cuda.Device, as a context."""
+
+    def __init__(self, fake: FakeCupy, index: int) -> None:
+        self._fake, self._index = fake, index
+        self._before: list[int] = []
+
+    def __enter__(self) -> _Device:
+        self._before.append(self._fake.device)
+        self._fake.cuda.runtime.setDevice(self._index)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._fake.cuda.runtime.setDevice(self._before.pop())
+
+
 class _RawKernel:
     """cupy.RawKernel: what a kernel does is looked up in `KERNELS` by its name."""
 
@@ -248,7 +281,35 @@ def _pack(rows: int, table: np.ndarray, slot: np.uint64, up: np.int32) -> None:
         _move(*((pointer, host) if up else (host, pointer)), nbytes)
 
 
-KERNELS: dict[str, Callable[..., None]] = {"hf_offload_pack": _pack}
+def _squares(grid: int, table: np.ndarray, rows: np.int32, leaves: np.uint64, start: np.uint32) -> None:
+    """Block by block as `kernels/cuda/reduce.py` says, in NumPy."""
+    found = table["row"][0][: int(rows)].tolist()
+    out = _view(int(leaves) + 8 * int(start), grid, np.float64)
+    for leaf in range(int(start), int(start) + grid):
+        pointer, numel, first, wire = next(row for row in reversed(found) if row[2] <= leaf)
+        begin = (leaf - first) << 16
+        n = max(0, min(1 << 16, numel - begin))
+        values = np.zeros(-(-n // 256) * 256)
+        if wire == 2:
+            values[:n] = _view(pointer + 4 * begin, n, np.float32)
+        elif wire == 1:
+            values[:n] = _view(pointer + 2 * begin, n, np.float16)
+        else:
+            values[:n] = (_view(pointer + 2 * begin, n, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        lanes = np.zeros(256)
+        for row in values.reshape(-1, 256):
+            lanes += row * row
+        while lanes.size > 1:
+            lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
+        out[leaf - int(start)] = lanes[0]
+
+
+def _view(address: int, n: int, dtype: Any) -> np.ndarray:
+    raw = (ctypes.c_uint8 * (n * np.dtype(dtype).itemsize)).from_address(address)
+    return np.frombuffer(raw, dtype)
+
+
+KERNELS: dict[str, Callable[..., None]] = {"hf_offload_pack": _pack, "hf_offload_squares": _squares}
 
 
 class FakeCupy:
@@ -262,6 +323,8 @@ class FakeCupy:
 
     def __init__(self, devices: int = 2, delays: Sequence[float] = (0.0,), pinnable: float = float("inf")) -> None:
         self.devices, self.pinnable = devices, pinnable
+        self.allocatable = float("inf")
+        self.allocated: dict[int, Any] = {}
         self.compiles: Exception | None = None
         self.failed = False
         """Whether the device has failed, for good: set it, and every call says so."""
@@ -276,6 +339,7 @@ class FakeCupy:
         self.cuda = SimpleNamespace(
             runtime=_Runtime(self),
             Stream=lambda null=False, non_blocking=False: _Stream(self),
+            Device=lambda device: _Device(self, device),
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         )
 

@@ -1,4 +1,5 @@
-"""The fake CuPy has what `transport/cuda*.py` uses, and the real CuPy has the same, with the same arguments."""
+"""The fake CuPy has what the transport and `kernels/cuda` use of it, and the real CuPy has the same, with the same
+arguments."""
 
 from __future__ import annotations
 
@@ -12,11 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hf_offload.kernels.cuda import reduce
 from hf_offload.transport import cuda_pack
 from support.fake_cupy import FakeCupy
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted((ROOT / "hf_offload" / "transport").glob("cuda*.py"))
+FILES = [
+    *sorted((ROOT / "hf_offload" / "transport").glob("cuda*.py")),
+    *sorted((ROOT / "kernels" / "cuda").glob("*.py")),
+]
 FAKE = FakeCupy().cuda.runtime
 
 
@@ -29,7 +34,7 @@ def cupy() -> Any:
 
 
 def used() -> set[str]:
-    """Names of cupy.cuda.runtime in the transport."""
+    """Names of cupy.cuda.runtime in these files."""
     found = set()
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -89,15 +94,20 @@ def test_streams_and_kernels_are_made_as_the_transport_makes_them(cupy: Any) -> 
     assert {"null", "non_blocking"} <= set(arguments(cupy.cuda.Stream.__init__))
     assert {"__enter__", "__exit__"} <= set(dir(cupy.cuda.Stream))
     assert isinstance(inspect.getattr_static(cupy.RawKernel, "compile"), object)
+    assert "device" in arguments(cupy.cuda.Device) and {"__enter__", "__exit__"} <= set(dir(cupy.cuda.Device))
     kernel = cupy.RawKernel(cuda_pack.SOURCE, cuda_pack.NAME)
     assert kernel.code == cuda_pack.SOURCE
 
 
 def test_the_table_can_travel_as_an_argument(cupy: Any) -> None:
     """CuPy passes a NumPy array of size one by value; a kernel's arguments are 4096 bytes at most."""
-    table = np.zeros(1, cuda_pack._TABLE)
-    assert cupy.cuda.function.CNumpyArray(table)
-    assert table.size == 1 and table.itemsize == 16 * cuda_pack.ROWS and table.itemsize + 8 + 4 <= 4096
+    for dtype, itemsize, others in (
+        (cuda_pack._TABLE, 16 * cuda_pack.ROWS, 8 + 4),
+        (reduce._TABLE, 24 * reduce.ROWS, 4 + 8 + 4),
+    ):
+        table = np.zeros(1, dtype)
+        assert cupy.cuda.function.CNumpyArray(table)
+        assert table.size == 1 and table.itemsize == itemsize and table.itemsize + others + 8 <= 4096
 
 
 def test_arguments_are_read_from_the_docstring() -> None:

@@ -1,0 +1,5 @@
+"""Kernels on an NVIDIA GPU by CuPy, which is imported at first use. Addresses in, no torch."""
+
+from hf_offload.kernels.cuda.reduce import SquareSums
+
+__all__ = ["SquareSums"]
