@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_offload.config import OffloadConfig
 from hf_offload.engine import Engine
+from hf_offload.engine.gradients import Gradient
 from hf_offload.engine.hyper import check_group
 from hf_offload.engine.scaling import Factor, PendingScale
 from hf_offload.engine.stats import Stats
@@ -77,6 +79,7 @@ class OffloadAdam(torch.optim.Optimizer):
         }
         self._engine: Engine | None = None
         self._shown: dict[Tensor, dict[str, Tensor]] = {}
+        self._entries: list[LiveEntry] = []
         super().__init__(params, defaults)
         if not any(p.requires_grad for p in self._parameters()):
             raise ConfigError(
@@ -122,7 +125,7 @@ class OffloadAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found = self.engine.gather(self.param_groups)
-        self._check_state(g.param for g in found.items)
+        self._check_state(found.items)
         factor = self._pending.take(found, self.config.skip_nonfinite)
         if factor.skip:
             self._skip(factor)
@@ -284,14 +287,21 @@ class OffloadAdam(torch.optim.Optimizer):
     @torch.inference_mode(False)
     def _fill_state(self) -> None:
         """Show the host state in `self.state`, where torch keeps it."""
+        if len(self._shown) == self.engine.bound:
+            return
         for p in self._parameters():
             if p not in self._shown and self.engine.is_bound(p):
                 self._shown[p] = self.engine.state_views(p)
                 self.state[p] = LiveEntry(self._shown[p], self.engine)
+        self._entries = [entry for entry in self.state.values() if isinstance(entry, LiveEntry)]
 
-    def _check_state(self, params: Iterable[Tensor]) -> None:
+    def _check_state(self, grads: Iterable[Gradient]) -> None:
         """Refuse a step of parameters whose entry of `self.state` was replaced or taken out by hand."""
-        for p in params:
+        entries = self._entries
+        same = len(self.state) == len(entries) and all(map(operator.is_, self.state.values(), entries))
+        if same and not any(entry.edited for entry in entries):
+            return
+        for p in (g.param for g in grads):
             shown = self._shown.get(p)
             if shown is not None and not shows(self.state.get(p), shown):
                 raise StateError(

@@ -23,11 +23,16 @@ _REMEDY = "Load the state of an Adam or AdamW"
 
 
 class LiveEntry(dict[str, Tensor]):
-    """A parameter's entry of `optimizer.state`. Whoever reads it waits for the step under way first."""
+    """A parameter's entry of `optimizer.state`. Whoever reads it waits for the step under way first.
+
+    Attributes:
+        edited: whether a key was ever set or taken out; writing into the tensors does not count.
+    """
 
     def __init__(self, views: Mapping[str, Tensor], engine: Engine) -> None:
         super().__init__(views)
         self._engine = weakref.ref(engine)
+        self.edited = False
 
     def _settle(self) -> None:
         engine = self._engine()
@@ -52,6 +57,18 @@ class LiveEntry(dict[str, Tensor]):
 
     def __reduce__(self) -> Any:
         return dict, (plain_entry(self),)
+
+
+def _edits(name: str) -> Any:
+    def edit(self: LiveEntry, *args: Any, **kwargs: Any) -> Any:
+        self.edited = True
+        return getattr(dict, name)(self, *args, **kwargs)
+
+    return edit
+
+
+for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(LiveEntry, _name, _edits(_name))
 
 
 def plain_entry(entry: Any) -> Any:

@@ -22,6 +22,7 @@ from hf_offload.engine.gradients import DeviceSet, Gradient, GradientSet, StoreS
 from hf_offload.engine.hyper import Coefficients
 from hf_offload.engine.pipeline import Pipeline
 from hf_offload.engine.placement import Placement
+from hf_offload.engine.roll import Roll
 from hf_offload.engine.scaling import Factor
 from hf_offload.engine.schedules import Stages, make_schedule
 from hf_offload.engine.seeding import reseed_masters, seeded_masters
@@ -71,9 +72,12 @@ class Engine:
         self.arenas: list[Arena] = []
         self.gates: Gates | None = None
         self._model: weakref.ref[nn.Module] | None = None
-        self._place_of: dict[Tensor, tuple[int, int]] = {}
+        self._place_of: dict[int, tuple[int, int]] = {}  # by the parameter's id: tensors hash slowly
         self._pipeline: Pipeline | None = None
         self.stream: GradientStream | None = None
+        self._roll: Roll | None = None
+        self._whole: StoreSet | None = None  # the last set in which no parameter was missing, and
+        self._placeholders: list[Tensor | None] = []  # what stood in each `.grad` of it
         self.speculation = Speculation(config.shadow_bytes, self.threads) if config.shadow_bytes else None
         self._delay: Delay | None = None
         self._last_of_unit: dict[int, int] = {}
@@ -99,11 +103,16 @@ class Engine:
         return "overlapped" if self.placement.kind == "cuda" and self.gates and not several_ranks() else "in_order"
 
     def is_bound(self, p: Tensor) -> bool:
-        return p in self._place_of
+        return id(p) in self._place_of
+
+    @property
+    def bound(self) -> int:
+        """How many parameters have state."""
+        return len(self._place_of)
 
     def state_views(self, p: Tensor) -> dict[str, Tensor]:
         """The `optimizer.state` entry of a bound parameter: live views of the host state."""
-        arena, index = self._place_of[p]
+        arena, index = self._place_of[id(p)]
         return self.arenas[arena].state_views(index)
 
     def attach(self, model: nn.Module) -> None:
@@ -157,19 +166,19 @@ class Engine:
         Raises:
             HostMemoryError: 12 bytes a parameter more do not fit; nothing was allocated.
         """
-        fresh = [p for p in params if p not in self._place_of]
+        fresh = [p for p in params if id(p) not in self._place_of]
         if not fresh:
             return
         self._check_open()
         self.wait_all()
         self.placement.settle(fresh, self._taken_bytes())
-        check_apart([*self._place_of, *fresh])
+        check_apart([*(p for a in self.arenas for p in a.params), *fresh])
         number = len(self.arenas)
         arena = Arena(fresh, [self._unit_of(p) for p in fresh], self.config.bucket_bytes, number)
         if self.stream is not None:
             self.stream.settle()  # seeding goes through the ring
         with seeded_masters(arena, self.placement.transport, self.threads, self.config.timeout_s):
-            places = {p: (len(self.arenas), i) for i, p in enumerate(fresh)}
+            places = {id(p): (number, i) for i, p in enumerate(fresh)}
             # one statement: an interrupt falls before or after it
             self.arenas, self._place_of = [*self.arenas, arena], {**self._place_of, **places}
         self.watch.note(fresh)
@@ -197,18 +206,37 @@ class Engine:
         Raises:
             UnsupportedError, StateError: as `collect`. HostMemoryError: as `bind`.
         """
-        grads = collect(groups, self.stream)
+        if self._roll is None or not self._roll.holds(groups):
+            self._roll, self._whole = Roll(groups), None
+        roll = self._roll
         if not self.config.stream_gradients:
-            return DeviceSet(grads, self.threads)
+            return DeviceSet(collect(roll), self.threads)
         self._check_open()
-        if any(g.value is not None for g in grads) and grads:
-            self.bind_trainable()
-            self.bind(g.param for g in grads)
+        if self.stream is None or self.stream.incomplete or not self._has_left():
+            self._let_leave(roll)
         if self.stream is None:
-            return DeviceSet(grads, self.threads)  # there are none
-        if self.stream.flush():
-            grads = collect(groups, self.stream)
-        return StoreSet(grads, self._place_of, self.stream)
+            return DeviceSet((), self.threads)
+        if self._whole is not None and self._has_left():
+            return self._whole
+        items = collect(roll, self.stream.placeholders(roll.params))
+        found = StoreSet(items, [self._place_of[id(g.param)] for g in items], self.stream)
+        if len(items) == len(roll.params):
+            self._whole, self._placeholders = found, [g.param.grad for g in items]
+        return found
+
+    def _has_left(self) -> bool:
+        """Whether every gradient there can be has left. Looked at first, since it is so in most steps."""
+        whole = self._whole
+        return whole is not None and all(g.param.grad is p for g, p in zip(whole.items, self._placeholders))
+
+    def _let_leave(self, roll: Roll) -> None:
+        """Gradients that are still in `.grad`, or in incomplete buckets, leave."""
+        here = collect(roll, self.stream.placeholders(roll.params) if self.stream else None)
+        if any(g.value is not None for g in here):
+            self.bind_trainable()
+            self.bind(g.param for g in here)
+        if self.stream is not None:
+            self.stream.flush()
 
     def step(self, groups: Sequence[Mapping[str, Any]], found: GradientSet, factor: Factor) -> None:
         """Take one step with the gradients `found`, multiplied by `factor`. Returns when `schedule` says so."""
@@ -438,7 +466,7 @@ class Engine:
             if self.stream is not None:
                 self.stream.settle()  # the ring is needed
         for number, arena in enumerate(self.arenas):
-            wanted = {i for a, i in map(self._place_of.__getitem__, params) if a == number}
+            wanted = {i for a, i in (self._place_of[id(p)] for p in params) if a == number}
             if wanted:
                 arena.check_unchanged(wanted)
                 transport = self.placement.transport
@@ -454,7 +482,7 @@ class Engine:
         record = self.meter.last_finished()
         numel = sum(a.plan.numel for a in self.arenas)
         wires = {s.wire for a in self.arenas for s in a.specs if s.numel}
-        weights = sum(p.numel() * p.element_size() for p in self._place_of)
+        weights = sum(p.nbytes for a in self.arenas for p in a.params)
         return Stats(
             params=numel,
             wire_dtype="mixed" if len(wires) > 1 else next(iter(wires), "bfloat16"),

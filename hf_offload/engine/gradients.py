@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_offload.engine.norm import gradient_norm, norm_of_sums
+from hf_offload.engine.roll import Roll
 from hf_offload.engine.streamed_gradient import StreamedGradient
 from hf_offload.engine.tensors import is_dense, like_layout
 from hf_offload.errors import StateError, UnsupportedError, explain
 
 
-@dataclass(frozen=True, slots=True)
-class Gradient:
+class Gradient(NamedTuple):
     """One parameter that has a gradient: `value` lies in the parameter's memory order, `group` is its group's index.
 
     `value` is `.grad` itself unless that had another layout; None where the gradient has left the device.
@@ -98,59 +98,64 @@ class Streams(Protocol):
 
     version: int
 
-    def is_here(self, p: Tensor) -> bool: ...
     def sums(self, params: Iterable[tuple[int, int]]) -> list[float]: ...
 
 
 class StoreSet:
-    """Gradients in the store. `places`: the (arena, index) of each parameter."""
+    """Gradients in the store.
 
-    def __init__(self, items: Sequence[Gradient], places: Mapping[Tensor, tuple[int, int]], stream: Streams) -> None:
+    Args:
+        places: the (arena, index) of each parameter.
+        version: the stream's, when they were gathered.
+    """
+
+    def __init__(self, items: Sequence[Gradient], places: Sequence[tuple[int, int]], stream: Streams) -> None:
         self.items = items
         self._places = places
         self._stream = stream
 
     def norm(self) -> float:
-        return norm_of_sums(self._stream.sums(self._places[g.param] for g in self.items))
+        return norm_of_sums(self._stream.sums(self._places))
 
     def remember(self) -> object:
-        return self._stream.version, [g.param for g in self.items]
+        return self._stream.version, self.items
 
     def same_as(self, memory: object) -> bool:
-        if not isinstance(memory, tuple) or memory[0] != self._stream.version or len(memory[1]) != len(self.items):
+        if not isinstance(memory, tuple) or memory[0] != self._stream.version:
             return False
-        return all(g.param is p for g, p in zip(self.items, memory[1]))
+        if memory[1] is self.items:
+            return True
+        return len(memory[1]) == len(self.items) and all(g.param is p.param for g, p in zip(self.items, memory[1]))
 
     def overlaps(self, memory: object) -> bool:
-        remembered = set(map(id, memory[1])) if isinstance(memory, tuple) else set()
+        remembered = {id(g.param) for g in memory[1]} if isinstance(memory, tuple) else set()
         return any(id(g.param) in remembered for g in self.items)
 
 
-def collect(groups: Sequence[Mapping[str, Any]], stream: Streams | None = None) -> list[Gradient]:
-    """Every gradient of `param_groups`, in their order; a parameter listed twice counts once.
+def collect(roll: Roll, placeholders: Sequence[Tensor | None] | None = None) -> list[Gradient]:
+    """Every gradient of the optimizer, in the order of `param_groups`.
 
     Args:
-        stream: who has gradients that left during backward.
+        placeholders: what stands in `.grad` for a gradient that left during backward, for each parameter of the roll.
 
     Raises:
         UnsupportedError: a gradient that is sparse, or whose dtype, device or shape is not its parameter's.
         StateError: a gradient that left for an optimizer that is gone.
     """
     found: list[Gradient] = []
-    for number, group in enumerate(groups):
-        seen: set[int] = set()
-        for p in group["params"]:
-            grad = p.grad
-            if grad is None or id(p) in seen:
-                continue
-            seen.add(id(p))
-            value = None if type(grad) is StreamedGradient else _checked(p, grad)
-            if value is None and (stream is None or not stream.is_here(p)):
+    for i, (p, number) in enumerate(zip(roll.params, roll.groups)):
+        grad = p.grad
+        if grad is None:
+            continue
+        if type(grad) is StreamedGradient:
+            if placeholders is None or grad is not placeholders[i]:
                 raise StateError(
                     f"the gradient of a parameter of shape {tuple(p.shape)} was streamed to another optimizer, or to "
                     "one that is gone. Drop it with zero_grad(), and run backward again."
                 )
-            found.append(Gradient(p, value, number))
+            found.append(Gradient(p, None, number))
+        else:
+            found.append(Gradient(p, _checked(p, grad), number))
     return found
 
 

@@ -57,16 +57,17 @@ class Confidence:
         return any(self._right)
 
 
-@dataclass
 class Slot:
-    """14 bytes a parameter of memory for one bucket: a state, and the weights on the wire."""
+    """The shadow of one bucket: room for another state of it, and for its weights on the wire. 14 bytes a parameter."""
 
-    state: np.ndarray
-    weights: np.ndarray
+    def __init__(self, numel: int, itemsize: int) -> None:
+        memory = np.empty((3, numel), np.float32)
+        self.state: State = memory[0], memory[1], memory[2]
+        self.weights = np.empty(numel * itemsize, np.uint8)
 
-    def state_for(self, numel: int) -> State:
-        master, m, v = (row[:numel] for row in self.state)
-        return master, m, v
+    @staticmethod
+    def bytes_for(numel: int, itemsize: int) -> int:
+        return numel * (STATE_BYTES + itemsize)
 
 
 @dataclass
@@ -76,15 +77,14 @@ class Guess:
     rows: np.ndarray
     state: State
     weights: np.ndarray
-    slot: Slot
     seconds: float
 
 
 class Speculation:
     """The shadow, and what is in it. The step's thread alone works on it, but for `reserve`.
 
-    A bucket's state is at home or, after a hit, in a slot; the next hit brings it home again and frees the slot. So no
-    state is ever copied for a hit.
+    A bucket that is covered has two places for its state, at home and in its slot. The guess is made in the one where
+    the state is not; a hit makes that one the state. So no state is ever copied for a hit.
 
     Attributes:
         nbytes: what the shadow takes.
@@ -94,120 +94,92 @@ class Speculation:
     def __init__(self, shadow_bytes: int, threads: int) -> None:
         self._shadow_bytes = shadow_bytes
         self._threads = threads
-        self._free: list[Slot] = []
-        self._elements = 0
         self.nbytes = 0
-        self._lodging: dict[tuple[int, int], Slot] = {}
+        self._slots: dict[tuple[int, int], Slot] = {}
         self._waiting: deque[tuple[GradientStore, int, Basis, StepRecord]] = deque()
         self._guesses: dict[tuple[int, int], Guess] = {}
         self.hits = 0
         self.misses = 0
 
     def reserve(self, arena: Arena) -> None:
-        """Make the slots, as large as the largest bucket and no more than there are buckets. Once.
+        """Make a slot for each bucket of `arena`, in the order of forward, as long as there is room.
+
+        What forward needs last has the most time to be stepped behind it, and can best do without.
 
         Raises:
             ConfigError: the shadow has no room for one bucket.
         """
-        buckets = arena.plan.buckets
-        if self.nbytes or not buckets:
-            return
-        self._elements = max(b.numel for b in buckets)
-        itemsize = max(b.itemsize for b in buckets)
-        each = self._elements * (STATE_BYTES + itemsize)
-        count = min(self._shadow_bytes // each, len(buckets))
-        if not count:
+        for k, bucket in enumerate(arena.plan.buckets):
+            need = Slot.bytes_for(bucket.numel, bucket.itemsize)
+            if self.nbytes + need > self._shadow_bytes:
+                break
+            self._slots[arena.number, k] = Slot(bucket.numel, bucket.itemsize)
+            self.nbytes += need
+        if not self._slots and arena.plan.buckets:
             raise ConfigError(
-                explain("shadow_bytes", self._shadow_bytes, f"one bucket of this model takes {each} bytes of shadow",
-                        f"Give at least {each}, lower bucket_bytes, or set shadow_bytes=0")
+                explain("shadow_bytes", self._shadow_bytes, f"the first bucket of this model takes {need} bytes of it",
+                        f"Give at least {need}, lower bucket_bytes, or set shadow_bytes=0")
             )  # fmt: skip
-        self._free = [
-            Slot(np.empty((3, self._elements), np.float32), np.empty(self._elements * itemsize, np.uint8))
-            for _ in range(count)
-        ]
-        self.nbytes = count * each
 
     def offer(self, store: GradientStore, bucket: int, basis: Basis, record: StepRecord) -> None:
         """The gradients of a bucket are complete, as far as one can tell."""
-        self._waiting.append((store, bucket, basis, record))
+        if (store.arena.number, bucket) in self._slots:
+            self._waiting.append((store, bucket, basis, record))
 
     def turn(self) -> bool:
-        """Step one bucket ahead, if one waits and there is room. Returns whether it did; else nothing waits."""
-        while self._waiting:
-            store, k, basis, record = self._waiting.popleft()
-            key = id(store.arena), k
-            at_home = key not in self._lodging
-            if at_home and not self._free:
-                continue
-            slot = self._free.pop() if at_home else self._lodging[key]
-            self._guess(key, store, k, basis, record, slot, at_home)
-            return True
-        return False
+        """Step one bucket ahead, if one waits. Returns whether it did."""
+        if not self._waiting:
+            return False
+        self._guess(*self._waiting.popleft())
+        return True
 
-    def _guess(
-        self, key: tuple[int, int], store: GradientStore, k: int, basis: Basis, record: StepRecord, slot: Slot,
-        at_home: bool,
-    ) -> None:  # fmt: skip
+    def _guess(self, store: GradientStore, k: int, basis: Basis, record: StepRecord) -> None:
         arena = store.arena
-        bucket = arena.plan.buckets[k]
+        bucket, slot = arena.plan.buckets[k], self._slots[arena.number, k]
         begin = time.perf_counter()
         rows = basis.rows.table(basis.groups[arena.number], arena.steps + 1, arena.bucket_params[k])
-        state = slot.state_for(bucket.numel) if at_home else arena.home_of(k)
-        weights = slot.weights[: bucket.nbytes].view(NUMPY_WIRE[bucket.wire])
+        now = arena.state_of(k)
+        state = slot.state if now is arena.home_of(k) else arena.home_of(k)
+        weights = slot.weights.view(NUMPY_WIRE[bucket.wire])
         cpu.adam_step_into(
-            arena.state_of(k), state, store.of_bucket(k), weights, arena.bucket_bounds[k], rows,
+            now, state, store.of_bucket(k), weights, arena.bucket_bounds[k], rows,
             wire=bucket.wire, threads=self._threads, grad_wire=store.held[k],
         )  # fmt: skip
         end = time.perf_counter()
         record.timeline.add("host_step", f"guess of bucket {k}", begin, end, record.step)
-        self._guesses[key] = Guess(rows, state, weights, slot, end - begin)
+        self._guesses[arena.number, k] = Guess(rows, state, weights, end - begin)
 
     def forget(self, arena: Arena, bucket: int) -> None:
         """The bucket's gradients change: what was made of them is void."""
         if self._waiting:
             self._waiting = deque(w for w in self._waiting if not (w[0].arena is arena and w[1] == bucket))
-        self._drop((id(arena), bucket))
+        self._guesses.pop((arena.number, bucket), None)
 
     def accept(self, work: BucketWork) -> Guess | None:
         """At the step: the guess, if it was right. Its state is the bucket's now; its weights are to be sent at once.
 
         Without a right guess the bucket is as if nothing had been guessed.
         """
-        key = id(work.work.arena), work.index
-        guess = self._guesses.get(key)
+        guess = self._guesses.pop((work.work.arena.number, work.index), None)
         if guess is None:
             return None
         if not np.array_equal(guess.rows.view(np.uint32), work.coefficients().view(np.uint32)):
             self.misses += 1
-            self._drop(key)
             return None
         self.hits += 1
-        del self._guesses[key]
         work.work.arena.move(work.index, guess.state)
-        if key in self._lodging:
-            self._free.append(self._lodging.pop(key))
-        else:
-            self._lodging[key] = guess.slot
         return guess
 
     def clear(self) -> None:
         """Nothing is guessed any more, and nothing waits to be."""
         self._waiting.clear()
-        for key in list(self._guesses):
-            self._drop(key)
+        self._guesses.clear()
 
     def bring_home(self, arenas: Sequence[Arena]) -> None:
-        """All state back into the flat arrays, whose views `optimizer.state` shows; all slots are free."""
+        """All state back into the flat arrays, whose views `optimizer.state` shows."""
         self.clear()
         for arena in arenas:
             arena.bring_home()
-        self._free.extend(self._lodging.values())
-        self._lodging.clear()
-
-    def _drop(self, key: tuple[int, int]) -> None:
-        guess = self._guesses.pop(key, None)
-        if guess is not None and key not in self._lodging:
-            self._free.append(guess.slot)
 
 
 def copied(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

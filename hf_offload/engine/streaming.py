@@ -19,6 +19,7 @@ from hf_offload.engine.arena import Arena
 from hf_offload.engine.gradients import refuse
 from hf_offload.engine.hyper import Coefficients
 from hf_offload.engine.pipeline import Pipeline
+from hf_offload.engine.plan import Bucket
 from hf_offload.engine.schedules import Schedule, Stages
 from hf_offload.engine.speculation import Basis, Confidence, Speculation, copied
 from hf_offload.engine.stats import Meter, StepRecord
@@ -63,6 +64,7 @@ class Inlet:
     """One bucket that fills up during backward.
 
     Attributes:
+        arena, index: which bucket it is.
         grads: per piece, the gradient that waits to leave; None while it is not there.
         adds: per piece, whether it is added to what the store has.
         missing: how many are not there yet.
@@ -70,29 +72,36 @@ class Inlet:
         expected: how often it did before the last step.
     """
 
-    __slots__ = ("adds", "expected", "grads", "index", "missing", "passes", "pieces", "size")
+    __slots__ = ("_every", "_runs", "adds", "arena", "expected", "grads", "index", "missing", "passes")
 
-    def __init__(self, index: int, pieces: Sequence[Any], size: int) -> None:
-        self.index = index
-        self.pieces = pieces
-        self.size = size
+    def __init__(self, arena: int, index: int, bucket: Bucket) -> None:
+        size = bucket.itemsize
+        self.arena, self.index = arena, index
+        self._runs = [(p.start * size, p.length * size, p.offset * size) for p in bucket.pieces]
+        self._every = list(range(len(bucket.pieces)))
         self.passes = 0
         self.expected = 1
         self.empty()
 
     def empty(self) -> None:
-        self.grads: list[Tensor | Held | None] = [None] * len(self.pieces)
-        self.adds = [False] * len(self.pieces)
-        self.missing = len(self.pieces)
+        self.grads: list[Tensor | Held | None] = [None] * len(self._runs)
+        self.adds = [False] * len(self._runs)
+        self.missing = len(self._runs)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.missing == len(self._runs)
+
+    def spots(self) -> list[int]:
+        """Which pieces are there."""
+        return [spot for spot, grad in enumerate(self.grads) if grad is not None] if self.missing else self._every
 
     def segments(self, spots: Sequence[int]) -> list[Segment]:
         found = []
         for spot in spots:
-            piece, held = self.pieces[spot], self.grads[spot]
-            grad = held.grad if isinstance(held, Held) else held
-            assert grad is not None
-            at = grad.data_ptr() + piece.start * self.size
-            found.append(Segment(at, piece.length * self.size, piece.offset * self.size, grad))
+            held, (start, nbytes, offset) = self.grads[spot], self._runs[spot]
+            grad = held.grad if type(held) is Held else held
+            found.append(Segment(grad.data_ptr() + start, nbytes, offset, grad))  # type: ignore[union-attr]
         return found
 
 
@@ -170,6 +179,7 @@ class GradientStream:
     Attributes:
         stores: one for each arena.
         version: counts what changes the gradients: two equal readings, and they are the same.
+        taken: bytes of gradients that were ever taken.
         peak: the most bytes of gradients the device held for us at one time.
         inverse: what the last step's gradients were multiplied by, clipping aside: the guess for the next one.
     """
@@ -194,9 +204,9 @@ class GradientStream:
         self._groups = groups
         self._taps: list[list[Tap]] = []
         self._inlets: list[list[Inlet]] = []
-        self._tap_of: dict[Tensor, Tap] = {}
+        self._tap_of: dict[int, tuple[Tensor, Tap]] = {}  # by the parameter's id: tensors hash slowly
         self._handles: list[Any] = []
-        self._taken = 0
+        self.taken = 0
         self._group_of: tuple[object, list[np.ndarray]] = (None, [])
         self._witness: StreamedGradient | None = None
         self._lent_in: int | None = None
@@ -209,25 +219,24 @@ class GradientStream:
         store = GradientStore(arena, self._accumulate_dtype, self._threads)
         if self.shared.speculation is not None:
             self.shared.speculation.reserve(arena)
-        inlets = [Inlet(k, b.pieces, b.itemsize) for k, b in enumerate(arena.plan.buckets)]
+        inlets = [Inlet(arena.number, k, b) for k, b in enumerate(arena.plan.buckets)]
         taps = [Tap(p, StreamedGradient(p, self)) for p in arena.params]
-        for inlet in inlets:
-            for spot, piece in enumerate(inlet.pieces):
+        for inlet, bucket in zip(inlets, arena.plan.buckets):
+            for spot, piece in enumerate(bucket.pieces):
                 taps[piece.param].places.append((inlet, spot))
         me = weakref.ref(self)
-        number = len(self.stores)
         self.stores.append(store)
         self._inlets.append(inlets)
         self._taps.append(taps)
         for p, tap in zip(arena.params, taps):
-            self._tap_of[p] = tap
-            self._handles.append(p.register_post_accumulate_grad_hook(_hook(me, tap, number)))
+            self._tap_of[id(p)] = p, tap
+            self._handles.append(p.register_post_accumulate_grad_hook(_hook(me, tap)))
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for p, tap in self._tap_of.items():
+        for p, tap in self._tap_of.values():
             if p.grad is tap.placeholder:
                 p.grad = None
         self._tap_of = {}
@@ -238,7 +247,7 @@ class GradientStream:
 
     # ---- during backward, on autograd's thread
 
-    def take(self, tap: Tap, number: int, p: Tensor) -> None:
+    def take(self, tap: Tap, p: Tensor) -> None:
         """A gradient is complete for this backward: it goes on its way, and a placeholder takes its place."""
         grad = p.grad
         assert grad is not None
@@ -251,29 +260,47 @@ class GradientStream:
             adds = tap.lent and self._still_lent()
             tap.lent = False
             p.grad = placeholder
-        self.version += 1
         if grad.layout != torch.strided or grad.dtype != p.dtype or grad.device != p.device:
             refuse(p, grad)
+        if grad.nbytes != tap.nbytes:
+            for store in self.stores:
+                store.arena.check_unchanged(range(len(store.arena.params)))
         if not (tap.plain and grad.is_contiguous()) or grad.is_neg():
             grad = like_layout(grad.resolve_neg(), p)
-        self._taken += tap.nbytes
-        self.peak = max(self.peak, self._taken - self.shared.released)
+        self.taken += tap.nbytes
         held = grad if len(tap.places) == 1 else Held(grad, len(tap.places))
         for inlet, spot in tap.places:
             if inlet.grads[spot] is not None:  # a second backward, while others of the bucket had none in the first
-                self._send(number, inlet)
+                self.send(inlet)
             inlet.grads[spot] = held
             inlet.adds[spot] = adds
             inlet.missing -= 1
             if not inlet.missing:
-                self._send(number, inlet)
+                self.send(inlet)
+
+    def send(self, inlet: Inlet) -> None:
+        """Start the copy of what a bucket has; where the ring has no free slot, wait for one."""
+        spots = inlet.spots()
+        self.version += 1
+        self.peak = max(self.peak, self.taken - self.shared.released)
+        last = False
+        if not inlet.missing:
+            inlet.passes += 1
+            last = inlet.passes == inlet.expected
+            if last and self.basis is None:
+                self._guess_the_step()
+        slot = self._slot(inlet)
+        event = self._transport.to_host(inlet.segments(spots), slot, self._transport.mark())
+        job = _Drop(self, self.stores[inlet.arena], inlet, spots, slot, event, last)
+        inlet.empty()
+        self._pipeline.put(job)
 
     def accumulating(self, into: StreamedGradient) -> None:
         """Autograd adds to a placeholder, which is slow: for the rest of this backward take all the others away."""
         if self._lent_in == graph_task():
             return
         self.take_back()
-        for p, tap in self._tap_of.items():
+        for p, tap in self._tap_of.values():
             if tap.placeholder is not into and p.grad is tap.placeholder:
                 p.grad = None
                 tap.lent = True
@@ -289,9 +316,9 @@ class GradientStream:
         """
         if self._witness is None:
             return True
-        kept = any(p.grad is self._witness for p in self._tap_of)
+        kept = any(p.grad is self._witness for p, _ in self._tap_of.values())
         self._witness, self._lent_in = None, None
-        for p, tap in self._tap_of.items():
+        for p, tap in self._tap_of.values():
             if tap.lent:
                 tap.lent = False
                 if p.grad is None and kept:
@@ -302,20 +329,6 @@ class GradientStream:
         """Whether the gradient that autograd made anew is to be added: not if the backward that lent it out failed, and
         then somebody dropped all gradients."""
         return self._lent_in == graph_task() or self.take_back()
-
-    def _send(self, number: int, inlet: Inlet) -> None:
-        spots = [spot for spot, grad in enumerate(inlet.grads) if grad is not None]
-        last = False
-        if not inlet.missing:
-            inlet.passes += 1
-            last = inlet.passes == inlet.expected
-            if last and self.basis is None:
-                self._guess_the_step()
-        slot = self._slot(inlet)
-        event = self._transport.to_host(inlet.segments(spots), slot, self._transport.mark())
-        job = _Drop(self, self.stores[number], inlet, spots, slot, event, last)
-        inlet.empty()
-        self._pipeline.put(job)
 
     def _slot(self, inlet: Inlet) -> int:
         free = self.shared.free
@@ -328,10 +341,15 @@ class GradientStream:
 
     # ---- between backward and step, on the training thread
 
-    def is_here(self, p: Tensor) -> bool:
-        """Whether `p.grad` stands for a gradient of ours."""
-        tap = self._tap_of.get(p)
-        return tap is not None and p.grad is tap.placeholder
+    def placeholders(self, params: Sequence[Tensor]) -> list[Tensor | None]:
+        """What stands in `.grad` of each of `params` for a gradient that left."""
+        nobody = None, None
+        return [tap.placeholder if tap else None for _, tap in (self._tap_of.get(id(p), nobody) for p in params)]
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether something is still to leave."""
+        return self._witness is not None or not all(inlet.is_empty for inlets in self._inlets for inlet in inlets)
 
     def flush(self) -> bool:
         """Send what did not leave by itself: incomplete buckets, and gradients that somebody put into `.grad`.
@@ -341,14 +359,14 @@ class GradientStream:
         """
         before = self.version
         self.take_back()
-        for number, store in enumerate(self.stores):
-            for p, tap in zip(store.arena.params, self._taps[number]):
-                grad = p.grad
-                if grad is not None and grad is not tap.placeholder:
-                    self.take(tap, number, p)
-            for inlet in self._inlets[number]:
-                if inlet.missing != len(inlet.pieces):
-                    self._send(number, inlet)
+        for p, tap in self._tap_of.values():
+            grad = p.grad
+            if grad is not None and grad is not tap.placeholder:
+                self.take(tap, p)
+        for inlets in self._inlets:
+            for inlet in inlets:
+                if not inlet.is_empty:
+                    self.send(inlet)
         return self.version != before
 
     def settle(self, then: Callable[[], None] = lambda: None) -> None:
@@ -379,7 +397,10 @@ class GradientStream:
     def zero(self) -> None:
         """`zero_grad(set_to_none=False)`: gradients on the host become zeros. Nothing of them may be under way."""
         self.flush()
-        zeroed = [[i for i, p in enumerate(s.arena.params) if self.is_here(p)] for s in self.stores]
+        zeroed = [
+            [i for i, (p, tap) in enumerate(zip(store.arena.params, taps)) if p.grad is tap.placeholder]
+            for store, taps in zip(self.stores, self._taps)
+        ]
         self.version += 1
 
         def write() -> None:
@@ -427,13 +448,32 @@ class GradientStream:
         self.shared.free.extend(range(len(self._transport.down)))
 
 
-def _hook(stream: weakref.ref[GradientStream], tap: Tap, number: int) -> Callable[[Tensor], None]:
-    """The hook of one parameter; it holds the stream weakly, since the parameter may outlive it."""
+def _hook(stream: weakref.ref[GradientStream], tap: Tap) -> Callable[[Tensor], None]:
+    """The hook of one parameter; it holds the stream weakly, since the parameter may outlive it.
+
+    This is `GradientStream.take` for the case that is met hundreds of times a step, at a third of its cost.
+    """
+    placeholder, nbytes = tap.placeholder, tap.nbytes
+    inlet, spot = tap.places[0] if tap.places else (None, 0)
+    simple = tap.plain and len(tap.places) == 1
 
     def arrived(p: Tensor) -> None:
         alive = stream()
-        if alive is not None:
-            alive.take(tap, number, p)
+        if alive is None:
+            return
+        grad = p.grad
+        if (
+            not simple or grad is placeholder or tap.lent or inlet.grads[spot] is not None  # type: ignore[union-attr]
+            or grad.nbytes != nbytes or not grad.is_contiguous() or grad.is_neg()  # type: ignore[union-attr]
+        ):  # fmt: skip
+            alive.take(tap, p)
+            return
+        p.grad = placeholder
+        alive.taken += nbytes
+        inlet.grads[spot] = grad  # type: ignore[union-attr]
+        inlet.missing -= 1  # type: ignore[union-attr]
+        if not inlet.missing:  # type: ignore[union-attr]
+            alive.send(inlet)  # type: ignore[arg-type]
 
     return arrived
 

@@ -20,7 +20,7 @@ Entries = list[tuple[int, Gradient]]
 
 def take(
     arenas: Sequence[Arena],
-    place_of: Mapping[Tensor, tuple[int, int]],
+    place_of: Mapping[int, tuple[int, int]],
     grads: Sequence[Gradient],
     rows: Coefficients,
     stores: Sequence[GradientStore] | None,
@@ -28,7 +28,7 @@ def take(
     """One work for each arena that has something to step.
 
     Args:
-        place_of: the (arena, index) of each parameter.
+        place_of: the (arena, index) of each parameter, by its id.
         stores: where gradients that left during backward are, one for each arena; None where none does.
 
     Raises:
@@ -36,7 +36,7 @@ def take(
     """
     found: list[Entries] = [[] for _ in arenas]
     for g in grads:
-        arena, index = place_of[g.param]
+        arena, index = place_of[id(g.param)]
         found[arena].append((index, g))
     for number, entries in enumerate(found):
         arenas[number].check_unchanged(i for i, _ in entries)

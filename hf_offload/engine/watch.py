@@ -18,19 +18,20 @@ class WeightWatch:
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._left: dict[Tensor, tuple[int, int]] = {}
+        self._left: dict[int, tuple[Tensor, int, int]] = {}  # by id: tensors hash slowly
         self._checksums: dict[Tensor, int] = {}
         self._all_suspect = False
 
     def note(self, params: Iterable[Tensor]) -> None:
         """These weights are now as our own step leaves them."""
+        left = self._left
         for p in params:
-            self._left[p] = (p._version, p.data_ptr())
+            left[id(p)] = p, p._version, p.data_ptr()
 
     def arm(self) -> None:
         """Somebody outside can reach the weights from now on: remember their checksums until the next step."""
         if not self._checksums:
-            self._checksums = {p: checksum(p, self._threads) for p in self._left}
+            self._checksums = {p: checksum(p, self._threads) for p, _, _ in self._left.values()}
 
     def suspect_all(self) -> None:
         self._all_suspect = True
@@ -38,15 +39,17 @@ class WeightWatch:
     def suspects(self) -> Sequence[Tensor]:
         """Weights that somebody else may have written to since they were noted; asked once a step."""
         if self._all_suspect:
-            return list(self._left)
-        return [p for p, left in self._left.items() if self._changed(p, left)]
+            return [p for p, _, _ in self._left.values()]
+        if not self._checksums:
+            return [p for p, v, at in self._left.values() if p._version != v or p.data_ptr() != at]
+        return [p for p, v, at in self._left.values() if self._changed(p, v, at)]
 
     def settled(self) -> None:
         """The suspects' masters have been compared; not before, since an interrupt may come in between."""
         self._all_suspect = False
         self._checksums = {}
 
-    def _changed(self, p: Tensor, left: tuple[int, int]) -> bool:
-        if (p._version, p.data_ptr()) != left:
+    def _changed(self, p: Tensor, version: int, address: int) -> bool:
+        if p._version != version or p.data_ptr() != address:
             return True
-        return bool(self._checksums) and self._checksums.get(p) != checksum(p, self._threads)
+        return self._checksums.get(p) != checksum(p, self._threads)

@@ -32,17 +32,22 @@ class HostCopy:
 
     Args:
         what: its name in messages.
-        moves: (destination, source, bytes) of each run of memory.
-        owners: what keeps both ends' memory alive; held until the copy has ended.
+        segments: device memory; held, with its owners, until the copy has ended.
+        ring: the slab's slots; held as well.
+        slot: which of them it is to or from.
+        down: whether it is from the device.
     """
 
-    __slots__ = ("_bell", "_ended", "_error", "_moves", "_owners", "_span", "nbytes", "what")
+    __slots__ = ("_bell", "_down", "_ended", "_error", "_held", "_slot", "_span", "nbytes", "what")
 
-    def __init__(self, what: str, moves: Sequence[tuple[int, int, int]], owners: object) -> None:
+    def __init__(
+        self, what: str, segments: Sequence[Segment], ring: Sequence[np.ndarray], slot: int, down: bool
+    ) -> None:
         self.what = what
-        self.nbytes = sum(nbytes for _, _, nbytes in moves)
-        self._moves = moves
-        self._owners = owners
+        self.nbytes = sum(s.nbytes for s in segments)
+        self._held: tuple[Sequence[Segment], Sequence[np.ndarray]] | None = (segments, ring)
+        self._slot = slot
+        self._down = down
         self._bell = Bell()
         self._ended = False
         self._error: BaseException | None = None
@@ -77,17 +82,24 @@ class HostCopy:
         start = time.perf_counter()
         time.sleep(max(0.0, seconds - moving))
         begin = time.perf_counter()
-        for destination, source, nbytes in self._moves:
-            ctypes.memmove(destination, source, nbytes)  # releases the GIL
+        self._move()
         took = time.perf_counter() - begin
         time.sleep(max(0.0, start + seconds - time.perf_counter()))
         self._span = (start, time.perf_counter())
         self.finish(None)
         return took
 
+    def _move(self) -> None:
+        assert self._held is not None
+        segments, ring = self._held
+        base = ring[self._slot].ctypes.data
+        for pointer, nbytes, offset, _ in segments:
+            host = base + offset
+            ctypes.memmove(*((host, pointer) if self._down else (pointer, host)), nbytes)  # releases the GIL
+
     def finish(self, error: BaseException | None) -> None:
         self._error = error
-        self._owners = None
+        self._held = None
         self._ended = True
         self._bell.ring()
 
@@ -198,15 +210,11 @@ class HostTransport:
 
     def to_host(self, segments: Sequence[Segment], slot: int, after: Any) -> Event:
         ring = self._open_ring(self.down)
-        base = ring[slot].ctypes.data
-        moves = [(base + s.offset, s.pointer, s.nbytes) for s in segments]
-        return self._submit(0, "the copy of gradients to the host", moves, (segments, ring))
+        return self._lanes[0].submit(HostCopy("the copy of gradients to the host", segments, ring, slot, down=True))
 
     def to_device(self, segments: Sequence[Segment], slot: int, after: Any) -> Event:
         ring = self._open_ring(self.up)
-        base = ring[slot].ctypes.data
-        moves = [(s.pointer, base + s.offset, s.nbytes) for s in segments]
-        return self._submit(1, "the copy of weights to the device", moves, (segments, ring))
+        return self._lanes[1].submit(HostCopy("the copy of weights to the device", segments, ring, slot, down=False))
 
     def join(self, event: Event, timeout_s: float) -> None:
         event.wait(timeout_s)
@@ -221,9 +229,6 @@ class HostTransport:
         if not ring:
             raise TransportError("the transport is closed: its threads and its memory are gone. Make a new optimizer.")
         return ring
-
-    def _submit(self, lane: int, what: str, moves: list[tuple[int, int, int]], owners: object) -> HostCopy:
-        return self._lanes[lane].submit(HostCopy(what, moves, owners))
 
 
 def _aligned(nbytes: int) -> np.ndarray:

@@ -1,0 +1,33 @@
+"""The optimizer's parameters in the order of `param_groups`, looked up once and not in every step."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+class Roll:
+    """Every parameter once, and its group's number.
+
+    Attributes:
+        params: the parameters; one listed twice in a group counts once.
+        groups: the number of each one's group.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._lists = [list(g["params"]) for g in groups]
+        numbered = {id(p): (p, n) for n, listed in enumerate(self._lists) for p in listed}
+        self.params: list[Tensor] = [p for p, _ in numbered.values()]
+        self.groups: list[int] = [n for _, n in numbered.values()]
+
+    def holds(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether these are the groups and parameters it was made of."""
+        if len(groups) != len(self._lists):
+            return False
+        return all(
+            len(g["params"]) == len(mine) and all(map(operator.is_, g["params"], mine))
+            for g, mine in zip(groups, self._lists)
+        )
