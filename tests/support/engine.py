@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +21,20 @@ from hf_offload.transport import HostTransport
 from hf_offload.transport.select import DeviceFacts
 
 Delay = Callable[[str, int], float]
+MODES: dict[str, dict[str, Any]] = {
+    "in_order": {"schedule": "in_order"},
+    "overlapped": {"schedule": "overlapped"},
+    "streamed": {"schedule": "overlapped", "stream_gradients": True},
+    "streamed in order": {"schedule": "in_order", "stream_gradients": True},
+    "speculative": {"schedule": "overlapped", "stream_gradients": True, "shadow_bytes": 1 << 20},
+    "small shadow": {"schedule": "overlapped", "stream_gradients": True},
+    "delayed": {"schedule": "delayed", "delay_warmup_steps": 2},
+}
+"""Ways to take a step, by name. "small shadow": speculation with room for two buckets."""
+STREAMED = ("streamed", "streamed in order", "speculative", "small shadow")
+EXACT = ("overlapped", *STREAMED)
+"""Those that must give the bits of in order."""
+KERNELS = ("adam_step", "adam_step_into", "put", "add")
 VOCAB, WIDTH = 13, 6
 LONG = 30.0  # seconds: a wait that takes this long has failed
 LATE = 0.12  # seconds: later than anything the training thread does without waiting
@@ -103,15 +117,19 @@ def copies(delay: Delay | None) -> Iterator[None]:
 
 
 @contextmanager
-def kernels(before: Callable[[], None]) -> Iterator[None]:
-    """`before()` is called before each bucket's Adam kernel."""
-    real = schedules.cpu.adam_step
+def kernels(before: Callable[[], None], names: Sequence[str] = ("adam_step",)) -> Iterator[None]:
+    """`before()` is called before each of these kernels: each bucket's Adam step, or any of KERNELS."""
 
-    def slow(*args: Any, **kwargs: Any) -> None:
-        before()
-        real(*args, **kwargs)
+    def slow(real: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            before()
+            real(*args, **kwargs)
 
-    with patch.object(schedules.cpu, "adam_step", slow):
+        return call
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patch.object(schedules.cpu, name, slow(getattr(schedules.cpu, name))))
         yield
 
 
@@ -207,8 +225,11 @@ def state(optimizer: OffloadAdam) -> dict[str, Tensor]:
 
 
 def settings(schedule: str, **more: Any) -> OffloadConfig:
-    """Small buckets, so that every unit has several."""
-    return OffloadConfig(**{"schedule": schedule, "bucket_bytes": 96, "ring_slots": 2, "timeout_s": LONG, **more})
+    """Settings of one of MODES. Small buckets, so that every unit has several."""
+    given = {"bucket_bytes": 96, "ring_slots": 2, "timeout_s": LONG, **MODES[schedule], **more}
+    if schedule == "small shadow":  # at most 8 bytes of shadow for each byte on a wire that mixes 2 and 4
+        given.setdefault("shadow_bytes", 16 * max(given["bucket_bytes"], 4))
+    return OffloadConfig(**given)
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
