@@ -41,7 +41,8 @@ class Arena:
         # One tensor whose elements all steps are: torch.save stores the memory under a view whole, once per tensor.
         self._steps = torch.from_numpy(self.steps)
         self._layouts = [layout_of(p) for p in self.params]
-        self._quick: list[object] = [(p.dtype, p.device, p.shape, p.stride()) for p in self.params]
+        self._quick = [(p.dtype, p.shape, p.stride()) for p in self.params]
+        self.param_bytes = np.array([p.nbytes for p in self.params], np.int64)
         self.bucket_params = [np.array([p.param for p in b.pieces]) for b in self.plan.buckets]
         self.bucket_bounds = [np.array([p.offset for p in b.pieces] + [b.numel], np.int64) for b in self.plan.buckets]
         self.piece_counts = np.bincount(
@@ -120,6 +121,16 @@ class Arena:
         return any(a.size and a.ctypes.data <= t.data_ptr() < a.ctypes.data + a.nbytes
                    for a in (self.master, self.exp_avg, self.exp_avg_sq))  # fmt: skip
 
+    def glance(self, indices: Sequence[int]) -> None:
+        """`check_unchanged`, at a fifth of its cost, for parameters whose address has not changed.
+
+        Only `p.data = p.data.some_view()` gives other elements at the same address.
+        """
+        for i in indices:
+            p, (dtype, shape, stride) = self.params[i], self._quick[i]
+            if p.dtype is not dtype or p.stride() != stride or p.shape != shape:
+                self.check_unchanged((i,))
+
     def check_unchanged(self, indices: Iterable[int]) -> None:
         """Refuse parameters whose elements are no longer those the state was made for.
 
@@ -128,8 +139,6 @@ class Arena:
         """
         for i in indices:
             p = self.params[i]
-            if (p.dtype, p.device, p.shape, p.stride()) == self._quick[i]:  # a microsecond instead of three
-                continue
             wire, layout = self.specs[i].wire, self._layouts[i]
             if WIRE.get(p.dtype) != wire or layout_of(p) != layout:
                 was = f"a parameter of shape {layout[1]}, {wire} on {layout[0]}"

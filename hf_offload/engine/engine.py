@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -33,7 +34,7 @@ from hf_offload.engine.taking import take
 from hf_offload.engine.tensors import check_apart
 from hf_offload.engine.units import find_units
 from hf_offload.engine.watch import WeightWatch
-from hf_offload.engine.work import BucketWork, StepWork, bucket_works
+from hf_offload.engine.work import ArenaWork, BucketWork, StepWork, bucket_works
 from hf_offload.errors import ConfigError, StateError, UnsupportedError, explain
 from hf_offload.kernels import cpu
 from hf_offload.timeline import PHASES, NoTimeline, Timeline, open_timeline
@@ -82,7 +83,7 @@ class Engine:
         self._delay: Delay | None = None
         self._last_of_unit: dict[int, int] = {}
         self._waited_to: dict[int, int] = {}  # by device stream
-        self._may_be_kept: list[tuple[Tensor, int]] = []  # parameters and the addresses of their gradients
+        self._may_be_kept: list[ArenaWork] = []  # whose gradients nobody may have dropped yet
         self._skipped = 0
         self._peak_gradient_bytes = 0
         self._closed = self._closing = False
@@ -181,7 +182,7 @@ class Engine:
             places = {id(p): (number, i) for i, p in enumerate(fresh)}
             # one statement: an interrupt falls before or after it
             self.arenas, self._place_of = [*self.arenas, arena], {**self._place_of, **places}
-        self.watch.note(fresh)
+        self.watch.add(arena)
         if self.config.stream_gradients:
             if self._pipeline is None:
                 self._start()
@@ -212,12 +213,12 @@ class Engine:
         if not self.config.stream_gradients:
             return DeviceSet(collect(roll), self.threads)
         self._check_open()
-        if self.stream is None or self.stream.incomplete or not self._has_left():
-            self._let_leave(roll)
+        if self.stream is not None and not self.stream.incomplete and self._has_left():
+            assert self._whole is not None
+            return self._whole
+        self._let_leave(roll)
         if self.stream is None:
             return DeviceSet((), self.threads)
-        if self._whole is not None and self._has_left():
-            return self._whole
         items = collect(roll, self.stream.placeholders(roll.params))
         found = StoreSet(items, [self._place_of[id(g.param)] for g in items], self.stream)
         if len(items) == len(roll.params):
@@ -226,8 +227,9 @@ class Engine:
 
     def _has_left(self) -> bool:
         """Whether every gradient there can be has left. Looked at first, since it is so in most steps."""
-        whole = self._whole
-        return whole is not None and all(g.param.grad is p for g, p in zip(whole.items, self._placeholders))
+        if self._whole is None or self._roll is None:
+            return False
+        return all(map(operator.is_, [p.grad for p in self._roll.params], self._placeholders))
 
     def _let_leave(self, roll: Roll) -> None:
         """Gradients that are still in `.grad`, or in incomplete buckets, leave."""
@@ -275,11 +277,10 @@ class Engine:
         if self.stream is not None:
             self.stream.step_taken(factor.inverse, clipped=factor.clip != 1.0)
         else:
-            held = sum(g.value.nbytes for g in grads if g.value is not None)
-            self._peak_gradient_bytes = max(self._peak_gradient_bytes, held)
-            self._may_be_kept = [(g.param, g.value.data_ptr()) for g in grads if g.value is not None]
+            self._peak_gradient_bytes = max(self._peak_gradient_bytes, sum(work.nbytes for work in works))
+            self._may_be_kept = works
         if self.gates is not None:
-            self.gates.end_of_step([g.param for g in grads])
+            self.gates.end_of_step(grads)
         buckets = bucket_works(works, self._unit_name, self._rank())
         delivered = self._delay.next(buckets, self._most_steps()) if self._delay is not None else buckets
         self._deliver(delivered)
@@ -290,14 +291,14 @@ class Engine:
     def _deliver(self, delivered: Sequence[BucketWork]) -> None:
         """The weights of these buckets will be written from now on."""
         works = works_of(delivered)
-        params = [p for work in works for p in work.params]
-        if self.config.poison:
-            for p in params:
-                p.detach().fill_(math.nan)
-        torch.autograd.graph.increment_version(params)
         for work in works:
+            params = work.params
+            if self.config.poison:
+                for p in params:
+                    p.detach().fill_(math.nan)
+            torch.autograd.graph.increment_version(params)
             work.note_weights()
-        self.watch.note(params)
+            self.watch.note(work.arena.number, None if work.whole else work.stepped.tolist())
         self._waited_to = {}
         self._last_of_unit = {unit: k for k, b in enumerate(delivered) for unit in b.units}
 
@@ -403,7 +404,7 @@ class Engine:
 
     def _wait_for_kept_gradients(self) -> None:
         """Gradients that nobody dropped after `step()` go on accumulating: not before their copies have ended."""
-        if any(p.grad is not None and p.grad.data_ptr() == address for p, address in self._may_be_kept):
+        if any(work.gradients_kept() for work in self._may_be_kept):
             self.wait_gradients()
         self._may_be_kept = []
 
@@ -459,19 +460,18 @@ class Engine:
                 "follow them.", changed,
             )  # fmt: skip
 
-    def _reseed(self, params: Sequence[Tensor]) -> int:
+    def _reseed(self, suspects: Sequence[tuple[int, list[int]]]) -> int:
         changed = 0
-        if params:
+        if suspects:
             self.settle_state()
             if self.stream is not None:
                 self.stream.settle()  # the ring is needed
-        for number, arena in enumerate(self.arenas):
-            wanted = {i for a, i in (self._place_of[id(p)] for p in params) if a == number}
-            if wanted:
-                arena.check_unchanged(wanted)
-                transport = self.placement.transport
-                changed += reseed_masters(arena, wanted, transport, self.threads, self.config.timeout_s)
-        self.watch.note(params)
+        for number, indices in suspects:
+            arena = self.arenas[number]
+            arena.check_unchanged(indices)
+            transport = self.placement.transport
+            changed += reseed_masters(arena, set(indices), transport, self.threads, self.config.timeout_s)
+            self.watch.note(number, indices)
         self.watch.settled()
         return changed
 

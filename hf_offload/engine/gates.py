@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hf_offload.engine.gradients import Gradient
 from hf_offload.engine.units import Guard, UnitMap
 
 
@@ -104,7 +105,7 @@ class Gates:
         if self.units.head is not None and torch.is_grad_enabled():
             self.fired.add(self.units.head)
 
-    def end_of_step(self, with_gradients: Iterable[Tensor]) -> None:
+    def end_of_step(self, with_gradients: Iterable[Gradient]) -> None:
         """At `step()`: the unit of a parameter that got a gradient though no guard of it ran is awaited at the root
         from now on.
 
@@ -114,13 +115,17 @@ class Gates:
         if self.order:
             self._recording = False
         if self.fired:
-            for p in with_gradients:
-                if self.fired.isdisjoint(self._guards_of.get(id(p), self.fired)):
-                    self._unguarded.add(self.unit_of[id(p)])
+            if len(self.fired) < len(self.units.guards):
+                self._note_unguarded(g.param for g in with_gradients)
             self.at_root = set(self._unguarded)
         else:
             self.at_root = set(range(len(self.units.units)))
         self.fired.clear()
+
+    def _note_unguarded(self, params: Iterable[Tensor]) -> None:
+        for p in params:
+            if self.fired.isdisjoint(self._guards_of.get(id(p), self.fired)):
+                self._unguarded.add(self.unit_of[id(p)])
 
     def rank(self) -> list[int]:
         """rank[unit]: its place in the order in which forward needs units; those at the root first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -160,14 +160,17 @@ def collect(roll: Roll, placeholders: Sequence[Tensor | None] | None = None) -> 
 
 
 def _checked(p: Tensor, grad: Tensor) -> Tensor:
-    if grad.layout != torch.strided or (grad.dtype, grad.device, grad.shape) != (p.dtype, p.device, p.shape):
-        refuse(p, grad)
-    # The gradient of an imaginary part may be a view whose memory holds the values with the other sign.
-    value = grad.resolve_neg() if grad.is_neg() else grad
-    return like_layout(value, p) if is_dense(p) else value  # else the step refuses it, for what became of p
+    if not grad.is_sparse and grad.dtype is p.dtype and grad.shape == p.shape and grad.device == p.device:
+        if grad.is_contiguous() and p.is_contiguous() and not grad.is_neg():
+            return grad
+        if grad.layout == torch.strided:
+            # The gradient of an imaginary part may be a view whose memory holds the values with the other sign.
+            value = grad.resolve_neg()
+            return like_layout(value, p) if is_dense(p) else value  # else the step refuses it, for what became of p
+    refuse(p, grad)
 
 
-def refuse(p: Tensor, grad: Tensor) -> None:
+def refuse(p: Tensor, grad: Tensor) -> NoReturn:
     """Raise what is wrong with a gradient whose layout, dtype, device or shape is not its parameter's."""
     shape = tuple(p.shape)
     if grad.layout != torch.strided:

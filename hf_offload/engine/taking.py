@@ -14,9 +14,6 @@ from hf_offload.engine.store import GradientStore
 from hf_offload.engine.work import ArenaWork, DeviceGradients, StoredGradients
 from hf_offload.kernels import cpu
 
-Entries = list[tuple[int, Gradient]]
-"""The gradients of one arena, each with its parameter's index."""
-
 
 def take(
     arenas: Sequence[Arena],
@@ -32,40 +29,48 @@ def take(
         stores: where gradients that left during backward are, one for each arena; None where none does.
 
     Raises:
-        StateError: a parameter was converted, moved or resized after its state was made; nothing was taken.
+        StateError: a parameter was converted or resized after its state was made; nothing was taken.
     """
-    found: list[Entries] = [[] for _ in arenas]
+    found: list[tuple[list[int], list[Gradient]]] = [([], []) for _ in arenas]
     for g in grads:
         arena, index = place_of[id(g.param)]
-        found[arena].append((index, g))
-    for number, entries in enumerate(found):
-        arenas[number].check_unchanged(i for i, _ in entries)
+        indices, theirs = found[arena]
+        indices.append(index)
+        theirs.append(g)
+    for arena_, (indices, _) in zip(arenas, found):
+        arena_.glance(indices)
     return [
-        _work(arena, entries, rows, _on_device(arena, entries) if stores is None else StoredGradients(stores[number]))
-        for number, (arena, entries) in enumerate(zip(arenas, found))
-        if entries
+        _work(a, indices, theirs, rows, _on_device(a, indices, theirs) if stores is None else _stored(stores, a))
+        for a, (indices, theirs) in zip(arenas, found)
+        if indices
     ]
 
 
 def _work(
-    arena: Arena, entries: Entries, rows: Coefficients, gradients: DeviceGradients | StoredGradients
-) -> ArenaWork:
+    arena: Arena, indices: list[int], grads: list[Gradient], rows: Coefficients,
+    gradients: DeviceGradients | StoredGradients,
+) -> ArenaWork:  # fmt: skip
     count = len(arena.params)
-    stepped = np.array([i for i, _ in entries])
+    stepped = np.array(indices)
     groups = np.zeros(count, np.int64)
-    groups[stepped] = [g.group for _, g in entries]
+    groups[stepped] = [number for _, _, number in grads]
     table = np.tile(cpu.INACTIVE, (count, 1))
     table[stepped] = rows.table(groups, arena.steps + 1, stepped)
-    weights, pointers = arena.weights_of(stepped.tolist())
+    weights, pointers = arena.weights_of(indices)
     return ArenaWork(arena, gradients, weights, [], pointers, table, stepped)
 
 
-def _on_device(arena: Arena, entries: Entries) -> DeviceGradients:
+def _stored(stores: Sequence[GradientStore], arena: Arena) -> StoredGradients:
+    return StoredGradients(stores[arena.number])
+
+
+def _on_device(arena: Arena, indices: list[int], found: list[Gradient]) -> DeviceGradients:
     count = len(arena.params)
     grads: list[Tensor | None] = [None] * count
+    storages: list[object] = [None] * count
     versions, pointers = [0] * count, [0] * count
-    for i, g in entries:
-        assert g.value is not None
-        grads[i] = g.value.detach()  # the memory, whatever `.data = ...` puts there since
-        versions[i], pointers[i] = g.value._version, g.value.data_ptr()
-    return DeviceGradients(grads, versions, pointers, arena.piece_counts.copy())
+    for i, (_, value, _) in zip(indices, found):
+        assert value is not None
+        grads[i], storages[i] = value, value.untyped_storage()
+        versions[i], pointers[i] = value._version, value.data_ptr()
+    return DeviceGradients(grads, storages, versions, pointers, arena.piece_counts.copy())

@@ -10,46 +10,74 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from hf_offload.engine.arena import Arena
 from hf_offload.engine.checksum import checksum
 
 
 class WeightWatch:
-    """Remembers how each watched weight was left by the last step."""
+    """Remembers how each weight with state was left by the last step."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._left: dict[int, tuple[Tensor, int, int]] = {}  # by id: tensors hash slowly
-        self._checksums: dict[Tensor, int] = {}
+        self._left: list[_Left] = []
+        self._checksums: dict[int, int] = {}  # by the parameter's id
         self._all_suspect = False
 
-    def note(self, params: Iterable[Tensor]) -> None:
-        """These weights are now as our own step leaves them."""
-        left = self._left
-        for p in params:
-            left[id(p)] = p, p._version, p.data_ptr()
+    def add(self, arena: Arena) -> None:
+        """The weights of the next arena are as our own step would leave them."""
+        self._left.append(_Left(arena.params))
+
+    def note(self, arena: int, indices: Iterable[int] | None = None) -> None:
+        """These weights of an arena (None: all) are now as our own step leaves them."""
+        self._left[arena].read(indices)
 
     def arm(self) -> None:
         """Somebody outside can reach the weights from now on: remember their checksums until the next step."""
         if not self._checksums:
-            self._checksums = {p: checksum(p, self._threads) for p, _, _ in self._left.values()}
+            self._checksums = {id(p): checksum(p, self._threads) for left in self._left for p in left.params}
 
     def suspect_all(self) -> None:
         self._all_suspect = True
 
-    def suspects(self) -> Sequence[Tensor]:
-        """Weights that somebody else may have written to since they were noted; asked once a step."""
-        if self._all_suspect:
-            return [p for p, _, _ in self._left.values()]
-        if not self._checksums:
-            return [p for p, v, at in self._left.values() if p._version != v or p.data_ptr() != at]
-        return [p for p, v, at in self._left.values() if self._changed(p, v, at)]
+    def suspects(self) -> list[tuple[int, list[int]]]:
+        """Weights that somebody else may have written to since they were noted: (arena, indices) where there are any.
+
+        Asked once a step.
+        """
+        found = [(number, self._suspects_of(left)) for number, left in enumerate(self._left)]
+        return [(number, indices) for number, indices in found if indices]
 
     def settled(self) -> None:
         """The suspects' masters have been compared; not before, since an interrupt may come in between."""
         self._all_suspect = False
         self._checksums = {}
 
-    def _changed(self, p: Tensor, version: int, address: int) -> bool:
-        if p._version != version or p.data_ptr() != address:
-            return True
-        return self._checksums.get(p) != checksum(p, self._threads)
+    def _suspects_of(self, left: _Left) -> list[int]:
+        if self._all_suspect:
+            return list(range(len(left.params)))
+        seen = zip(left.params, left.versions, left.addresses)
+        moved = [i for i, (p, v, at) in enumerate(seen) if p._version != v or p.data_ptr() != at]
+        if not self._checksums:
+            return moved
+        known = set(moved)
+        others = (i for i in range(len(left.params)) if i not in known)
+        return sorted(moved + [i for i in others if self._changed(left.params[i])])
+
+    def _changed(self, p: Tensor) -> bool:
+        return self._checksums.get(id(p)) != checksum(p, self._threads)
+
+
+class _Left:
+    """Version counters and addresses of the weights of one arena."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = params
+        self.read(None)
+
+    def read(self, indices: Iterable[int] | None) -> None:
+        if indices is None:
+            self.versions = [p._version for p in self.params]
+            self.addresses = [p.data_ptr() for p in self.params]
+            return
+        for i in indices:
+            self.versions[i], self.addresses[i] = self.params[i]._version, self.params[i].data_ptr()

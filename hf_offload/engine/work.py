@@ -38,25 +38,28 @@ class DeviceGradients:
     without the GIL.
 
     Attributes:
-        grads: aliases of each parameter's gradient in the parameter's memory order; None where it is not stepped. Once
-            a gradient has been copied its alias holds no memory any more, only the gradient's version counter.
+        grads: each parameter's gradient in the parameter's memory order; None where it is not stepped. Once a gradient
+            has been copied, only a tensor without memory that shares its version counter.
+        storages: their memory, whatever `.data = ...` puts into its place before it has been copied.
         versions: the version counters when the step was taken.
         pointers: device addresses; 0 where a parameter is not stepped.
         pieces_left: int64[params], the pieces of each whose copies have not ended.
     """
 
     grads: list[Tensor | None]
+    storages: list[object]
     versions: Sequence[int]
     pointers: Sequence[int]
     pieces_left: np.ndarray
 
     def let_go(self, bucket: Bucket) -> None:
         for piece in bucket.pieces:
-            grad = self.grads[piece.param]
-            if grad is not None:
-                self.pieces_left[piece.param] -= 1
-                if self.pieces_left[piece.param] == 0:
-                    grad.data = grad.new_empty(0)
+            i = piece.param
+            if self.grads[i] is not None:
+                self.pieces_left[i] -= 1
+                if self.pieces_left[i] == 0:
+                    self.grads[i] = _counter(self.grads[i])  # type: ignore[arg-type]
+                    self.storages[i] = None
 
     def unwritten(self, bucket: Bucket) -> bool:
         for piece in bucket.pieces:
@@ -67,6 +70,14 @@ class DeviceGradients:
 
     def drop(self) -> None:
         self.grads[:] = [None] * len(self.grads)
+        self.storages[:] = self.grads
+
+
+def _counter(t: Tensor) -> Tensor:
+    """A tensor that shares `t`'s version counter and holds none of its memory."""
+    counter = t.detach()
+    counter.data = counter.new_empty(0)
+    return counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +125,26 @@ class ArenaWork:
         return mask
 
     @property
+    def whole(self) -> bool:
+        """Whether all parameters of the arena are stepped."""
+        return len(self.stepped) == len(self.weights)
+
+    @property
     def params(self) -> list[Tensor]:
         """Those that are stepped."""
-        return [self.arena.params[i] for i in self.stepped.tolist()]
+        return self.arena.params if self.whole else [self.arena.params[i] for i in self.stepped.tolist()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of their gradients on the wire."""
+        return int(self.arena.param_bytes[self.stepped].sum())
+
+    def gradients_kept(self) -> bool:
+        """Whether a gradient that was taken from `.grad` still stands there."""
+        if not isinstance(self.gradients, DeviceGradients):
+            return False
+        taken = zip(self.arena.params, self.gradients.pointers)
+        return any(at and p.grad is not None and p.grad.data_ptr() == at for p, at in taken)
 
     def note_weights(self) -> None:
         self.weight_versions[:] = [0 if w is None else w._version for w in self.weights]
@@ -259,8 +287,7 @@ def bucket_works(
     """Every bucket with something to step, in the order forward needs its unit (`rank[unit]`)."""
     found = []
     for work in works:
-        stepped = work.is_stepped
-        everything = bool(stepped.all())
+        stepped, everything = work.is_stepped, work.whole
         for i, units in enumerate(work.arena.bucket_units):
             if everything or stepped[work.arena.bucket_params[i]].any():
                 first = min(units, key=rank.__getitem__)
