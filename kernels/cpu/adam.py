@@ -220,20 +220,42 @@ def _step_range(master, exp_avg, exp_avg_sq, grad, weight, bounds, coef, lo, hi)
     leave_ieee(mode)
 
 
-# Elements copied to the shadow before they are stepped there: 48 KiB of three arrays, which the step then finds in the
-# cache. A kernel with separate inputs and outputs would need more overlap checks than LLVM allows itself.
-_INTO = 4096
+@jit.helper
+def _step_piece_into(master, exp_avg, exp_avg_sq, to_master, to_m, to_v, grad, weight, row):  # type: ignore[no-untyped-def]
+    """`_step_piece` with other outputs. One loop for both would be scalar: its arrays might overlap, or do."""
+    c = (
+        row[ACTIVE], row[SCALE], row[L2], row[KEEP1], row[FADE1], row[REST1],
+        row[BETA2], row[REST2], row[DECAY], row[STEP_SIZE], row[ROOT_SCALE], row[EPS],
+    )  # fmt: skip
+    if c[ACTIVE] == 0.0:
+        for i in range(master.size):
+            to_master[i], to_m[i], to_v[i] = master[i], exp_avg[i], exp_avg_sq[i]
+    elif c[L2] == 0.0:
+        for i in range(master.size):
+            g = c[SCALE] * widen_one(grad[i])
+            m, v = _moments(exp_avg[i], exp_avg_sq[i], g, c)
+            theta = _stepped(master[i], m, v, c)
+            to_master[i], to_m[i], to_v[i], weight[i] = theta, m, v, narrow_as(weight[i], theta)
+    else:
+        for i in range(master.size):
+            g = np.float64(c[SCALE] * widen_one(grad[i])) + np.float64(c[L2]) * np.float64(master[i])
+            m, v = _moments(np.float64(exp_avg[i]), np.float64(exp_avg_sq[i]), g, c)
+            theta = _stepped(master[i], m, v, c)
+            to_master[i], to_m[i], to_v[i], weight[i] = theta, m, v, narrow_as(weight[i], theta)
 
 
 @jit.kernel
 def _into_range(master, exp_avg, exp_avg_sq, to_master, to_m, to_v, grad, weight, bounds, coef, lo, hi):  # type: ignore[no-untyped-def]
-    """`_step_range` of copies: each run of `_INTO` elements is copied, then stepped in place."""
-    for a in range(lo, hi, _INTO):
-        b = min(a + _INTO, hi)
-        to_master[a:b] = master[a:b]
-        to_m[a:b] = exp_avg[a:b]
-        to_v[a:b] = exp_avg_sq[a:b]
-        _step_range(to_master, to_m, to_v, grad, weight, bounds, coef, a, b)
+    """`_step_range` with other outputs."""
+    mode = enter_ieee()
+    for k in range(_first_piece(bounds, lo), coef.shape[0]):
+        a, b = max(bounds[k], lo), min(bounds[k + 1], hi)
+        if a >= hi:
+            break
+        if a < b:
+            state = master[a:b], exp_avg[a:b], exp_avg_sq[a:b]
+            _step_piece_into(*state, to_master[a:b], to_m[a:b], to_v[a:b], grad[a:b], weight[a:b], coef[k])
+    leave_ieee(mode)
 
 
 @jit.parallel_kernel
