@@ -32,9 +32,8 @@ class OffloadMetricsCallback(TrainerCallback):
     | `offload/host_bytes`, `offload/pinned_bytes` | bytes of host memory in all, and the pinned part of them |
     | `offload/skipped_steps` | count since the optimizer was made |
 
-    A Trainer calls the reports that `report_to` names before the callbacks it was given, so this one has to come first:
-
-        OffloadMetricsCallback().add_to(trainer)
+    Give it to the trainer like any other, `callbacks=[OffloadMetricsCallback()]`. A Trainer calls the reports that
+    `report_to` names before the callbacks it was given; with `offload_adam` this one is put first when training begins.
     """
 
     before_reports = True

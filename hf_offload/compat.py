@@ -269,6 +269,8 @@ def _abandon_step(trainer: Any) -> None:
 
 def _waits_for_foreign_callbacks(original: Method) -> Method:
     def call_event(self: Any, event: str, *args: Any, **kwargs: Any) -> Any:
+        if event == "on_train_begin":  # report_to's callbacks come before those a Trainer is given
+            self.callbacks.sort(key=lambda callback: not getattr(callback, "before_reports", False))
         optimizer = offload_of(self.optimizer)
         if optimizer is not None and any(_is_foreign(callback, event) for callback in self.callbacks):
             optimizer.synchronize()

@@ -78,6 +78,7 @@ def _train(
     from transformers.trainer_callback import ProgressCallback as TqdmCallback
 
     from hf_offload.callbacks.interrupt import InterruptCallback, say_on_stderr
+    from hf_offload.callbacks.metrics import OffloadMetricsCallback
     from hf_offload.callbacks.progress import ProgressCallback
     from hf_offload.callbacks.summary import SummaryCallback, offload_optimizer
     from hf_offload.trainer import OffloadTrainer
@@ -95,6 +96,7 @@ def _train(
     )
     for theirs in (PrinterCallback, TqdmCallback):
         trainer.remove_callback(theirs)
+    OffloadMetricsCallback().add_to(trainer)
     try:
         with interrupt.listening(say_on_stderr):
             trainer.train(resume_from_checkpoint=_resume(args))

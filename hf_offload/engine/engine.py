@@ -514,9 +514,12 @@ class Engine:
         )
 
     def record_to(self, timeline: Timeline | NoTimeline) -> None:
-        """What is recorded from now on goes to `timeline`; what was recorded before is written."""
-        self.meter.timeline.write()
+        """What is recorded from now on goes to `timeline`; what was recorded before, a step under way too, is written."""
+        if not self._closed:
+            self._wait_step()
+        recorded = self.meter.timeline
         self.meter.record_to(timeline)
+        recorded.write()
 
     def close(self) -> None:
         """Finish the step under way, end the threads, free the pinned memory, take the hooks off the model.

@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -148,6 +149,7 @@ class _Lane(threading.Thread):
                     time.sleep(self._delay(self._direction, copy.nbytes))
                 self._copy(copy)
             except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # their locals hold the device memory
                 self._broken = error  # later copies would go out of order: they fail too
                 copy.finish(error)
         self._ended = True

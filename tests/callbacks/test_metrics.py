@@ -184,3 +184,12 @@ def test_another_optimizer_is_said_once(make_trainer: Callable[..., Any], caplog
         trainer.train()
     assert caplog.text.count("the optimizer is not offload_adam") == 1
     assert not any(key.startswith("offload/") for entry in trainer.state.log_history for key in entry)
+
+
+def test_given_like_any_other_callback_it_still_comes_before_the_reports(
+    make_trainer: Callable[..., Any], told: Any
+) -> None:
+    trainer = make_trainer(callbacks=[OffloadMetricsCallback()], report_to=["fake"])
+    trainer.train()
+    last = [logs for _, logs in told if "loss" in logs][-1]
+    assert "offload/hidden_fraction" in last and "offload/host_bytes" in last
