@@ -241,6 +241,10 @@ def plan(
         Optional[float],  # noqa: UP045
         typer.Option(help="Host memory, 1e9 bytes. Default: what is available here.", metavar="X"),
     ] = None,
+    stream_gradients: Annotated[
+        Optional[bool],  # noqa: UP045
+        typer.Option(help="Whether gradients leave during backward. Default: as in the recipe, else no."),
+    ] = None,
     as_json: JsonOut = False,
     debug: Debug = False,
 ) -> None:
@@ -270,6 +274,7 @@ def plan(
         tflops=tflops,
         gpu_gb=gpu_gb,
         host_gb=host_gb,
+        stream_gradients=stream_gradients,
     )
     answer = planning.answer(asked)
     if as_json:

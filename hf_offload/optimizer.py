@@ -250,7 +250,7 @@ class OffloadAdam(torch.optim.Optimizer):
         self.engine.record_to(open_timeline(path))
 
     def stop_timeline(self) -> None:
-        """Write the timeline, if one is recorded, and record no more."""
+        """Write the timeline, if one is recorded, after the step under way, and record no more."""
         self.engine.record_to(open_timeline(None))
 
     def stats(self) -> Stats:

@@ -116,6 +116,21 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Streaming:
+    """Gradients that leave during backward, as the settings of those names say.
+
+    Attributes:
+        on_device: gradients that are on the GPU at one time: a ring of buckets and what has not left yet, bytes.
+        accumulate_bytes: bytes an element takes in the host's store; None: as on the wire.
+        shadow_bytes: host memory for speculation.
+    """
+
+    on_device: int
+    accumulate_bytes: int | None = None
+    shadow_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Line:
     """Bytes of one kind of tensor: on the GPU without and with offload, and on the host with it."""
 
@@ -188,18 +203,26 @@ class Plan:
     fit: Fit
 
 
-def state_lines(counts: Counts) -> tuple[Line, ...]:
-    """Weights, gradients and Adam's state: the table of 16 Ψ, 4 Ψ and 12 Ψ bytes."""
+def state_lines(counts: Counts, streaming: Streaming | None = None) -> tuple[Line, ...]:
+    """Weights, gradients and Adam's state: the table of 16 Ψ, 4 Ψ and 12 Ψ bytes; streamed, of 2 Ψ and 14 Ψ."""
     psi, wire = counts.trainable, counts.wire_bytes
     moments = MOMENT_BYTES * psi
     own_master = MASTER_BYTES * counts.trainable_16
     return (
         Line(name="weights", gpu_without=wire, gpu_with=wire),
-        Line(name="gradients", gpu_without=wire, gpu_with=wire),
+        _gradients(psi, wire, streaming),
         Line(name="master", gpu_without=own_master, host=MASTER_BYTES * psi, note="fp32 weights"),
         Line(name="exp_avg", gpu_without=moments, host=moments, note="first moment m"),
         Line(name="exp_avg_sq", gpu_without=moments, host=moments, note="second moment v"),
     )
+
+
+def _gradients(psi: int, wire: int, streaming: Streaming | None) -> Line:
+    if streaming is None:
+        return Line(name="gradients", gpu_without=wire, gpu_with=wire)
+    store = wire if streaming.accumulate_bytes is None else streaming.accumulate_bytes * psi
+    note = "streamed: some buckets on the GPU"
+    return Line(name="gradients", gpu_without=wire, gpu_with=min(wire, streaming.on_device), host=store, note=note)
 
 
 def pinned_ring_bytes(bucket_bytes: int, ring_slots: int) -> int:
@@ -207,9 +230,10 @@ def pinned_ring_bytes(bucket_bytes: int, ring_slots: int) -> int:
     return 2 * ring_slots * bucket_bytes
 
 
-def link_bytes_per_step(counts: Counts) -> int:
-    """Gradients to the host and weights back, once per optimizer step whatever the batch."""
-    return 2 * counts.wire_bytes
+def link_bytes_per_step(counts: Counts, accumulation: int = 1, streamed: bool = False) -> int:
+    """Gradients to the host and weights back, once per optimizer step whatever the batch. Streamed gradients go down
+    after each micro-batch."""
+    return counts.wire_bytes * ((accumulation if streamed else 1) + 1)
 
 
 def host_step_bytes(counts: Counts) -> int:
@@ -250,9 +274,9 @@ def logits_bytes(shape: Shape, workload: Workload) -> int:
     return LOGIT_PEAK_BYTES * workload.tokens * shape.vocab
 
 
-def seconds(counts: Counts, workload: Workload, machine: Machine) -> Seconds:
+def seconds(counts: Counts, workload: Workload, machine: Machine, streamed: bool = False) -> Seconds:
     """The times of one optimizer step. A bound: real ones add the first bucket's latency and what is not overlapped."""
-    link = link_bytes_per_step(counts) / (machine.link_gb_s * GB)
+    link = link_bytes_per_step(counts, workload.accumulation, streamed) / (machine.link_gb_s * GB)
     host_step = host_step_bytes(counts) / (machine.host_bw_gb_s * GB)
     forward = workload.tokens * _forward_flops(counts) / (machine.tflops * 1e12)
     backward = workload.tokens * _backward_flops(counts, workload.checkpointing) / (machine.tflops * 1e12)
@@ -297,27 +321,32 @@ def make(
     shape: Shape | None = None,
     bucket_bytes: int,
     ring_slots: int,
+    streaming: Streaming | None = None,
 ) -> Plan:
     """The whole plan.
 
     Args:
         shape: None where only the number of parameters is known; activations and logits are then not counted.
         bucket_bytes, ring_slots: of the `OffloadConfig`.
+        streaming: None where gradients stay on the GPU until the step.
 
     Raises:
         ValueError: there is no trainable parameter.
     """
     if counts.trainable < 1:
         raise ValueError("a plan needs at least one trainable parameter")
-    state = state_lines(counts)
+    state = state_lines(counts, streaming)
     activations: dict[str, int] = {}
     if shape is not None:
         activations = {
             "activations_full": activation_bytes(shape, workload, checkpointing=False),
             "activations_checkpointed": activation_bytes(shape, workload, checkpointing=True),
         }
-    other = _other_lines(counts, workload, shape, pinned_ring_bytes(bucket_bytes, ring_slots))
-    times = seconds(counts, workload, machine)
+    ring = [Line(name="pinned_ring", host=pinned_ring_bytes(bucket_bytes, ring_slots), note="whatever the model")]
+    if streaming is not None and streaming.shadow_bytes:
+        ring.append(Line(name="shadow", host=streaming.shadow_bytes, note="for speculation"))
+    other = (*ring, *_other_lines(counts, workload, shape))
+    times = seconds(counts, workload, machine, streaming is not None)
     longest = max(times.link, times.host_step)
     return Plan(
         counts=counts,
@@ -327,7 +356,7 @@ def make(
         state=state,
         other=other,
         activations=activations,
-        link_bytes=link_bytes_per_step(counts),
+        link_bytes=link_bytes_per_step(counts, workload.accumulation, streaming is not None),
         seconds=times,
         hide={
             what: tokens_to_hide(spent, counts, machine.tflops, workload.checkpointing)
@@ -337,8 +366,8 @@ def make(
     )
 
 
-def _other_lines(counts: Counts, workload: Workload, shape: Shape | None, ring: int) -> tuple[Line, ...]:
-    lines = [Line(name="pinned_ring", host=ring, note="whatever the model")]
+def _other_lines(counts: Counts, workload: Workload, shape: Shape | None) -> tuple[Line, ...]:
+    lines: list[Line] = []
     if counts.frozen:
         frozen = counts.frozen_bytes
         lines.append(Line(name="frozen_weights", gpu_without=frozen, gpu_with=frozen, note="no gradient, no state"))

@@ -38,6 +38,7 @@ class Asked:
     tflops: float | None = None
     gpu_gb: float | None = None
     host_gb: float | None = None
+    stream_gradients: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,19 @@ def answer(asked: Asked) -> Answer:
         shape=subject.shape,
         bucket_bytes=subject.offload.bucket_bytes,
         ring_slots=subject.offload.ring_slots,
+        streaming=_streaming(subject.offload, asked.stream_gradients),
     )
     return Answer(plan=plan, source=subject.source, assumed=tuple(assumed), notes=subject.notes)
+
+
+def _streaming(offload: OffloadConfig, asked: bool | None) -> planner.Streaming | None:
+    if not (offload.stream_gradients if asked is None else asked):
+        return None
+    return planner.Streaming(
+        on_device=offload.ring_slots * offload.bucket_bytes,
+        accumulate_bytes=4 if offload.accumulate_dtype == "float32" else None,
+        shadow_bytes=offload.shadow_bytes,
+    )
 
 
 def as_json(given: Answer) -> dict[str, Any]:

@@ -17,6 +17,7 @@ _NAMES = {
     "exp_avg": "Adam m",
     "exp_avg_sq": "Adam v",
     "pinned_ring": "pinned ring",
+    "shadow": "shadow",
     "frozen_weights": "frozen weights",
     "activations": "activations",
     "logits": "logits and loss",

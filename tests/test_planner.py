@@ -9,6 +9,7 @@ import pytest
 from hf_offload import planner
 from hf_offload.planner import Counts, Machine, Shape, Workload
 
+MIB = 1 << 20
 SEVEN = Counts(trainable_16=7_000_000_000)
 SMALL = Shape(layers=3, hidden=256, intermediate=688, heads=8, kv_heads=2, head_dim=32, vocab=300)
 
@@ -192,3 +193,29 @@ def test_logits_take_twelve_bytes_each_at_the_peak() -> None:
 
     per_logit = (peak(16000) - peak(8000)) / (256 * 8000)
     assert per_logit == pytest.approx(planner.LOGIT_PEAK_BYTES, rel=0.02)
+
+
+# ---- streamed gradients
+
+
+def test_streamed_gradients_are_on_the_host() -> None:
+    plan = planner.as_json(make(streaming=planner.Streaming(on_device=4 * 32 * MIB, shadow_bytes=14 * 10**9)))
+    lines = {line["name"]: line for line in plan["lines"]}
+    assert lines["gradients"]["gpu_with"] == 4 * 32 * MIB and lines["gradients"]["host"] == 14e9
+    assert lines["shadow"]["host"] == 14e9
+    assert plan["bytes"]["host"] == (12 + 2) * 7e9 and plan["bytes"]["gpu_with"] == 14e9 + 4 * 32 * MIB
+    assert plan["bytes"]["host_total"] == (12 + 2 + 2) * 7e9 + plan["bytes"]["pinned_ring"]
+
+
+def test_streamed_gradients_go_down_after_each_micro_batch() -> None:
+    streaming = planner.Streaming(on_device=1)
+    for accumulation in (1, 4):
+        plan = make(workload=Workload(accumulation=accumulation), streaming=streaming)
+        assert plan.link_bytes == (2 * accumulation + 2) * 7e9
+        assert make(workload=Workload(accumulation=accumulation)).link_bytes == 4 * 7e9
+
+
+def test_gradients_added_up_in_float32_take_4_bytes_and_a_small_model_streams_no_more_than_it_has() -> None:
+    streaming = planner.Streaming(on_device=10**12, accumulate_bytes=4)
+    lines = {line.name: line for line in make(streaming=streaming).state}
+    assert lines["gradients"].host == 4 * 7e9 and lines["gradients"].gpu_with == 2 * 7e9

@@ -514,7 +514,7 @@ class Engine:
         )
 
     def record_to(self, timeline: Timeline | NoTimeline) -> None:
-        """What is recorded from now on goes to `timeline`; what was recorded before, a step under way too, is written."""
+        """What is recorded from now on goes to `timeline`; what was recorded before is written."""
         if not self._closed:
             self._wait_step()
         recorded = self.meter.timeline
