@@ -1,5 +1,5 @@
 """Kernels on an NVIDIA GPU by CuPy, which is imported at first use. Addresses in, no torch."""
 
-from hf_offload.kernels.cuda.reduce import SquareSums
+from hf_offload.kernels.cuda.reduce import CompileError, SquareSums
 
-__all__ = ["SquareSums"]
+__all__ = ["CompileError", "SquareSums"]

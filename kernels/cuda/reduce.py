@@ -23,7 +23,7 @@ _WIRES = {"bfloat16": 0, "float16": 1, "float32": 2}
 _LEAVES = CHUNK // BLOCK
 _ROW = np.dtype([("pointer", np.uint64), ("numel", np.uint64), ("first", np.uint32), ("wire", np.uint32)])
 _TABLE = np.dtype([("row", _ROW, (ROWS,))])
-_NO_MEMORY = 2  # cudaErrorMemoryAllocation
+_NO_MEMORY = 2  # cudaErrorMemoryAllocation, and CUDA_ERROR_OUT_OF_MEMORY
 
 _BODY = """
 typedef unsigned long long u64;
@@ -74,6 +74,10 @@ extern "C" __global__ void hf_offload_squares(const Table table, int rows, doubl
 SOURCE = f"#define ROWS {ROWS}\n#define BLOCK {BLOCK}ull\n#define LANES {LANES}{_BODY}"
 
 
+class CompileError(RuntimeError):
+    """CuPy is not there, or cannot compile the kernel (no NVRTC, say)."""
+
+
 class SquareSums:
     """Sums of squares of arrays on one device: a kernel, a stream, and 8 bytes of device memory per 65536 elements.
 
@@ -81,6 +85,10 @@ class SquareSums:
         device: torch's index of the device.
         current_stream: gives the calling thread's current torch stream on that device, a cudaStream_t as int.
         cupy: the CuPy module; None imports it.
+
+    Raises:
+        CompileError: there will be no kernel.
+        RuntimeError: the device has no memory left; in the words accelerate looks for.
     """
 
     def __init__(self, device: int, current_stream: Callable[[], int], cupy: Any = None) -> None:
@@ -90,7 +98,7 @@ class SquareSums:
         self._lock = threading.Lock()
         runtime = self._cupy.cuda.runtime
         with self._cupy.cuda.Device(device):
-            self._kernel = self._cupy.RawKernel(SOURCE, NAME)
+            self._kernel = _compiled(self._cupy)
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
             self._event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
         self._leaves = _Leaves(self._cupy)
@@ -155,11 +163,7 @@ class _Leaves:
             try:
                 self._pointer = self._cupy.cuda.runtime.malloc(nbytes)
             except Exception as error:
-                if isinstance(error, MemoryError) or getattr(error, "status", None) == _NO_MEMORY:
-                    raise RuntimeError(
-                        f"CUDA out of memory. It ran out at {nbytes} bytes for the gradient norm ({error}). Lower the "
-                        "batch size, or train fewer parameters."
-                    ) from error
+                _refuse_no_memory(error, f"{nbytes} bytes for the gradient norm")
                 raise
             self._nbytes = nbytes
         return self._pointer
@@ -178,7 +182,27 @@ def _free(cupy: Any, device: int, leaves: _Leaves, event: int, pid: int) -> None
         cupy.cuda.runtime.eventDestroy(event)
 
 
-def _import_cupy() -> Any:
-    import cupy
+def _compiled(cupy: Any) -> Any:
+    """The kernel, loaded on the current device: what is wrong with the compiler shows here and not in a step."""
+    try:
+        kernel = cupy.RawKernel(SOURCE, NAME)
+        kernel.compile()
+    except Exception as error:
+        _refuse_no_memory(error, "the kernel of the gradient norm")
+        raise CompileError(str(error)) from error
+    return kernel
 
+
+def _refuse_no_memory(error: Exception, what: str) -> None:
+    if isinstance(error, MemoryError) or getattr(error, "status", None) == _NO_MEMORY:
+        raise RuntimeError(
+            f"CUDA out of memory. It ran out at {what} ({error}). Lower the batch size, or train fewer parameters."
+        ) from error
+
+
+def _import_cupy() -> Any:
+    try:
+        import cupy
+    except Exception as error:
+        raise CompileError(f"CuPy cannot be imported: {error}") from error
     return cupy
