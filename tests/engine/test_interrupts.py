@@ -56,7 +56,7 @@ def taken(optimizer: OffloadAdam) -> int:
     return counts.pop() if counts else 0
 
 
-@pytest.fixture(params=["in_order", "overlapped"])
+@pytest.fixture(params=["in_order", "overlapped", "streamed", "speculative"])
 def schedule(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -84,6 +84,7 @@ def test_a_step_is_taken_whole_or_not_at_all(schedule: str) -> None:
         if now == done:
             assert interrupted
             none += 1
+            gradients(model, done)
             optimizer.step()
         else:
             whole += interrupted
@@ -133,6 +134,7 @@ def test_the_first_step_and_binding(schedule: str, call: str, every: int) -> Non
                 optimizer.close()
                 config = settings(schedule, bucket_bytes=8, threads=1)
                 optimizer = OffloadAdam(model.parameters(), lr=1e-2, config=config, model=model)
+            bf16_gradients(model)
             optimizer.step()
         assert taken(optimizer) == 1
         assert same(weights(model), expected[0]) and same(state(optimizer), expected[1])
@@ -140,6 +142,113 @@ def test_the_first_step_and_binding(schedule: str, call: str, every: int) -> Non
         if not interrupted:
             break
     assert moment > 50
+
+
+# ---- gradients that leave during backward
+
+
+def loss(model: Two, number: int) -> Tensor:
+    """Its gradients are those of `gradients(model, number)`; no forward of the model runs."""
+    return sum((layer.weight.view(5) * FAST[(number + 7 * i) % 64]).sum() for i, layer in enumerate(model.layers))
+
+
+def bound(mode: str) -> tuple[Two, OffloadAdam]:
+    """One slot: a slot that is lost shows at once."""
+    model, optimizer = make(mode, ring_slots=1)
+    loss(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def of_numbers(numbers: list[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model, optimizer = make("in_order")
+    for number in numbers:
+        gradients(model, number)
+        optimizer.step()
+    result = weights(model), state(optimizer)
+    optimizer.close()
+    return result
+
+
+MODES = pytest.mark.parametrize("mode", ["streamed", "streamed in order", "speculative"])
+
+
+@EVERY
+@MODES
+@pytest.mark.parametrize("second", [False, True])
+def test_an_interrupted_backward_can_be_dropped_and_tried_again(mode: str, second: bool, every: int) -> None:
+    """`second`: the one that adds to gradients that have left."""
+    model, optimizer = bound(mode)
+    done = 1
+    for moment in itertools.count(1, every):
+        if second:
+            loss(model, 40).backward()
+        interrupted = Interrupter(moment, OURS).run(loss(model, done).backward)
+        optimizer.zero_grad()
+        loss(model, done).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        done += 1
+        if not interrupted:
+            break
+    assert moment > 50
+    expected = of_numbers(list(range(done)))
+    optimizer.synchronize()
+    assert same(weights(model), expected[0]) and same(state(optimizer), expected[1])
+    optimizer.close()
+
+
+@EVERY
+@MODES
+def test_an_interrupted_step_and_the_next_backward_at_once(mode: str, every: int) -> None:
+    """Nothing waits in between: a step that was taken must not see the gradients that come after it."""
+    for moment in itertools.count(1, 3 * every):
+        model, optimizer = bound(mode)
+        loss(model, 1).backward()
+        interrupted = Interrupter(moment, OURS).run(optimizer.step)
+        optimizer.zero_grad()
+        loss(model, 2).backward()
+        optimizer.step()
+        count = taken(optimizer)
+        assert count in (2, 3)
+        expected = of_numbers([0, 2] if count == 2 else [0, 1, 2])
+        assert same(weights(model), expected[0]) and same(state(optimizer), expected[1])
+        optimizer.close()
+        if not interrupted:
+            break
+    assert moment > 100
+
+
+@EVERY
+@MODES
+@pytest.mark.parametrize("call", ["clip", "zero_grad", "state_dict"])
+def test_an_interrupted_wait_for_gradients(mode: str, call: str, every: int) -> None:
+    """Between backward and step: what is asked for again is right."""
+    calls: dict[str, Callable[[OffloadAdam], object]] = {
+        "clip": lambda optimizer: optimizer.clip_grad_norm_(1e9),
+        "zero_grad": lambda optimizer: optimizer.zero_grad(set_to_none=False),
+        "state_dict": lambda optimizer: optimizer.state_dict(),
+    }
+    model, optimizer = bound(mode)
+    done = 1
+    for moment in itertools.count(1, every):
+        loss(model, done).backward()
+        interrupted = Interrupter(moment, OURS).run(lambda: calls[call](optimizer))
+        if call == "zero_grad":
+            optimizer.zero_grad(set_to_none=False)
+            loss(model, done).backward()
+        calls["clip"](optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        done += 1
+        if not interrupted:
+            break
+    assert moment > 20
+    expected = of_numbers(list(range(done)))
+    optimizer.synchronize()
+    assert same(weights(model), expected[0]) and same(state(optimizer), expected[1])
+    optimizer.close()
 
 
 WAITS: dict[str, Callable[[Two, OffloadAdam], object]] = {
