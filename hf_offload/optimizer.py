@@ -142,6 +142,8 @@ class OffloadAdam(torch.optim.Optimizer):
             if self._engine.zero_gradients():
                 return
         super().zero_grad(set_to_none)
+        if self._engine is not None and self._engine.stream is not None:
+            self._engine.stream.dropped()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, after waiting for all. Per parameter: `step` and, in its shape, the fp32 host tensors

@@ -104,7 +104,7 @@ def _cells(*counts: int) -> list[str]:
 
 
 def _per_parameter(plan: Plan) -> str:
-    parts = [f"{total / plan.counts.trainable:g}" for total in _sums(plan.state)]
+    parts = [f"{total / plan.counts.trainable:.3g}" for total in _sums(plan.state)]
     return f"{', '.join(parts)} B/param"
 
 

@@ -113,7 +113,9 @@ class _Drop:
         last: bool,
     ) -> None:  # fmt: skip
         self.taken = False
+        self.ended = False
         self._shared = stream.shared
+        self._free = stream.shared.free
         self._store = store
         self._bucket = inlet.index
         self._spots, self._adds = spots, inlet.adds
@@ -132,7 +134,7 @@ class _Drop:
             shared.speculation.forget(store.arena, k)
         begin = stages.now()
         store.receive(k, stages.down(self._slot, store.arena.plan.buckets[k]), self._spots, self._adds)
-        shared.free.append(self._slot)
+        self._free.append(self._slot)
         if self._last:
             store.sum_bucket(k)
             if self._basis is not None and shared.speculation is not None:
@@ -154,6 +156,7 @@ class _Drop:
 
     def end(self) -> None:
         self._grads = ()
+        self.ended = True
 
 
 class _Shared:
@@ -293,6 +296,7 @@ class GradientStream:
         event = self._transport.to_host(inlet.segments(spots), slot, self._transport.mark())
         job = _Drop(self, self.stores[inlet.arena], inlet, spots, slot, event, last)
         inlet.empty()
+        self._flying.append(job)
         self._pipeline.put(job)
 
     def accumulating(self, into: StreamedGradient) -> None:
@@ -331,13 +335,18 @@ class GradientStream:
         return self._lent_in == graph_task() or self.take_back()
 
     def _slot(self, inlet: Inlet) -> int:
-        free = self.shared.free
-        if not free:
-            with self.meter.waiting("a slot of the ring"):
-                self._pipeline.wait_until(lambda: free, f"a free slot for the gradients of bucket {inlet.index}")
-        elif self._pipeline.failed:
+        flying = self._flying
+        while flying and flying[0].ended:
+            flying.popleft()
+        if self._pipeline.failed:
             self._pipeline.wait_until(lambda: True, "")  # raises
-        return free.popleft()
+        if not self.shared.free:
+            with self.meter.waiting("a slot of the ring"):
+                what = f"a free slot for the gradients of bucket {inlet.index}"
+                self._pipeline.wait_until(lambda: self.shared.free or all(job.ended for job in flying), what)
+            if not self.shared.free:  # all are lost: interrupts fell between the taking of a slot and its copy
+                self._free_all_slots()
+        return self.shared.free.popleft()
 
     # ---- between backward and step, on the training thread
 
@@ -411,6 +420,15 @@ class GradientStream:
 
         self.settle(write)
 
+    def dropped(self) -> None:
+        """Somebody dropped all gradients: what waits to leave goes as well, and guessing begins anew."""
+        self.basis, self._guessed = None, None
+        for inlets in self._inlets:
+            for inlet in inlets:
+                inlet.passes = 0
+                if not inlet.is_empty:
+                    inlet.empty()
+
     def step_taken(self, inverse: float, clipped: bool) -> None:
         """At `step()`: learn for the next guess.
 
@@ -444,8 +462,9 @@ class GradientStream:
         return self._group_of[1]
 
     def _free_all_slots(self) -> None:
-        self.shared.free.clear()
-        self.shared.free.extend(range(len(self._transport.down)))
+        """A new list: a copy that an interrupt left behind gives its slot back to the old one."""
+        self.shared.free = deque(range(len(self._transport.down)))
+        self._flying: deque[_Drop] = deque()
 
 
 def _hook(stream: weakref.ref[GradientStream], tap: Tap) -> Callable[[Tensor], None]:
