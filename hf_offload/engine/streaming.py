@@ -428,6 +428,8 @@ class GradientStream:
                 inlet.passes = 0
                 if not inlet.is_empty:
                     inlet.empty()
+        if all(job.ended for job in self._flying):
+            self.taken = self.shared.released
 
     def step_taken(self, inverse: float, clipped: bool) -> None:
         """At `step()`: learn for the next guess.
