@@ -23,6 +23,7 @@ from hf_offload.engine.gradients import DeviceSet, Gradient, GradientSet, StoreS
 from hf_offload.engine.hyper import Coefficients
 from hf_offload.engine.pipeline import Pipeline
 from hf_offload.engine.placement import Placement
+from hf_offload.engine.ranges import ranges_for
 from hf_offload.engine.roll import Roll
 from hf_offload.engine.scaling import Factor
 from hf_offload.engine.schedules import Stages, make_schedule
@@ -68,7 +69,8 @@ class Engine:
         self._parameters = parameters
         self._groups = groups
         self._bound = False
-        self.meter = Meter(open_timeline(config.timeline))
+        self._ranges = ranges_for(self.placement.kind)
+        self.meter = Meter(open_timeline(config.timeline), self._ranges)
         self.watch = WeightWatch(self.threads)
         self.arenas: list[Arena] = []
         self.gates: Gates | None = None
@@ -330,14 +332,14 @@ class Engine:
         if self.config.stream_gradients and several_ranks():
             cause = "several processes train together, and gradients would leave before they are averaged"
             raise ConfigError(explain("stream_gradients", True, cause, "Leave it out, with schedule='in_order'"))
-        stages = Stages(self.placement.transport, self.threads, self.config.timeout_s)
+        stages = Stages(self.placement.transport, self.threads, self.config.timeout_s, self._ranges)
         self._delay = Delay(self.config.delay_warmup_steps) if name == "delayed" else None
         schedule = make_schedule(name, self.config, self.speculation)
         self._pipeline = Pipeline(stages, schedule, self.speculation)
         if self.config.stream_gradients:
             self.stream = GradientStream(
                 self.placement.transport, self._pipeline, self.meter, self.threads, self.config.accumulate_dtype,
-                self.speculation, self._groups,
+                self.speculation, self._groups, self._ranges,
             )  # fmt: skip
         return self._pipeline
 
@@ -544,7 +546,7 @@ class Engine:
         self.placement.close()
         if self.gates is not None:
             self.gates.remove()
-        self.meter.timeline.write()
+        self.meter.close()
 
     def _check_open(self) -> None:
         if self._closed:

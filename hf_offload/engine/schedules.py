@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.plan import Bucket
+from hf_offload.engine.ranges import NO_RANGES, Ranges
 from hf_offload.engine.speculation import Speculation
 from hf_offload.engine.stats import StepRecord
 from hf_offload.engine.tensors import NUMPY_WIRE
@@ -22,6 +23,13 @@ from hf_offload.kernels import cpu
 from hf_offload.transport import Event, Transport
 
 Posted = Callable[[int, Event], None]
+
+
+class Begun(NamedTuple):
+    """Work of the host that has begun: its range, and when, seconds on `time.perf_counter`'s clock."""
+
+    shown: int
+    at: float
 
 
 class Schedule(Protocol):
@@ -41,13 +49,15 @@ class Stages:
     kernel's while it writes, then the copy's until its event.
     """
 
-    def __init__(self, transport: Transport, threads: int, timeout_s: float) -> None:
+    def __init__(self, transport: Transport, threads: int, timeout_s: float, ranges: Ranges = NO_RANGES) -> None:
+        self.ranges = ranges
         self.transport = transport
         self.threads = threads
         self.timeout_s = timeout_s
         self.moved = 0
         """Copies and kernels that have ended: a wait goes on as long as this does."""
-        self._up_busy: dict[int, tuple[Event, str]] = {}  # by slot, the oldest copy first
+        self._up_busy: dict[int, tuple[Event, str, int]] = {}  # by slot, the oldest copy first
+        self._down_ranges: dict[int, int] = {}
         self.record: StepRecord = StepRecord(0)
 
     @property
@@ -55,9 +65,9 @@ class Stages:
         """Slots in each ring."""
         return len(self.transport.up)
 
-    @staticmethod
-    def now() -> float:
-        return time.perf_counter()
+    def work(self, name: str) -> Begun:
+        """The host begins to work on `name`."""
+        return Begun(self.ranges.start("host_step", name), time.perf_counter())
 
     def down(self, slot: int, bucket: Bucket) -> np.ndarray:
         """wire[numel]: the gradients of `bucket` in down slot `slot`."""
@@ -65,18 +75,20 @@ class Stages:
 
     def d2h(self, work: BucketWork, slot: int, mark: object) -> Event:
         """Start the copy of a bucket's gradients into down slot `slot`."""
+        self._down_ranges[slot] = self.ranges.start("d2h", work.name)
         return self.transport.to_host(work.gradient_segments(), slot, mark)
 
-    def arrived(self, event: Event, name: str, record: StepRecord) -> None:
-        """Wait for a copy of gradients."""
+    def arrived(self, event: Event, name: str, record: StepRecord, shown: int) -> None:
+        """Wait for a copy of gradients; `shown`: its range."""
         event.wait(self.timeout_s)
+        self.ranges.end(shown)
         self.moved += 1
         record.add("d2h", name, *event.span())
         record.d2h_bytes += event.nbytes
 
     def received(self, work: BucketWork, slot: int, event: Event) -> np.ndarray:
         """Wait for the gradients in down slot `slot`, and return them."""
-        self.arrived(event, work.name, self.record)
+        self.arrived(event, work.name, self.record, self._down_ranges.pop(slot, 0))
         work.check_gradients_unchanged()
         work.let_go_of_gradients()
         return self.down(slot, work.bucket)
@@ -84,7 +96,7 @@ class Stages:
     def host_step(self, work: BucketWork, grads: np.ndarray, weights: np.ndarray, held: str | None = None) -> None:
         """Step the bucket with `grads` (of format `held`; None: the wire's); its new weights go to `weights`."""
         arena = work.work.arena
-        begin = time.perf_counter()
+        begun = self.work(work.name)
         cpu.adam_step(
             *arena.state_of(work.index),
             grads,
@@ -95,15 +107,12 @@ class Stages:
             threads=self.threads,
             grad_wire=held,
         )
-        self.stepped(work, begin)
+        self.worked(self.record, work.name, begun)
 
-    def stepped(self, work: BucketWork, begin: float) -> None:
-        """The host has worked on a bucket since `begin`."""
-        self.worked(self.record, work.name, begin)
-
-    def worked(self, record: StepRecord, name: str, begin: float) -> None:
-        """The host has worked on `name` since `begin`, for the step of `record`."""
-        record.add("host_step", name, begin, time.perf_counter())
+    def worked(self, record: StepRecord, name: str, begun: Begun) -> None:
+        """The host has done what it began, for the step of `record`."""
+        record.add("host_step", name, begun.at, time.perf_counter())
+        self.ranges.end(begun.shown)
         self.moved += 1
 
     def room(self, work: BucketWork, slot: int) -> np.ndarray:
@@ -114,8 +123,9 @@ class Stages:
     def h2d(self, work: BucketWork, slot: int, mark: object) -> Event:
         """Start the copy of a bucket's weights from up slot `slot` to the device."""
         work.check_weights_unwritten()
+        shown = self.ranges.start("h2d", work.name)
         event = self.transport.to_device(work.weight_segments(), slot, mark)
-        self._up_busy[slot] = event, work.name
+        self._up_busy[slot] = event, work.name, shown
         return event
 
     def drain(self) -> None:
@@ -124,9 +134,10 @@ class Stages:
             self._release(slot)
 
     def _release(self, slot: int) -> None:
-        event, name = self._up_busy.pop(slot, (None, ""))
+        event, name, shown = self._up_busy.pop(slot, (None, "", 0))
         if event is not None:
             event.wait(self.timeout_s)
+            self.ranges.end(shown)
             self.moved += 1
             self.record.add("h2d", name, *event.span())
             self.record.h2d_bytes += event.nbytes
@@ -177,10 +188,10 @@ class Delayed:
             Overlapped().run(stage, step, mark, posted)
             return
         for k, work in enumerate(step.delivered):
-            begin = time.perf_counter()
             room = stage.room(work, k % stage.slots)
+            begun = stage.work(work.name)
             cpu.narrow(work.work.arena.state_of(work.index)[0], room, work.bucket.wire, stage.threads)
-            stage.stepped(work, begin)
+            stage.worked(stage.record, work.name, begun)
             posted(k, stage.h2d(work, k % stage.slots, mark))
         for _, work, grads in _coming_down(stage, step, mark):
             stage.host_step(work, grads, self._nowhere(work))
@@ -213,15 +224,15 @@ class FromStore:
             self._speculation.clear()
 
     def _step(self, stage: Stages, work: BucketWork, room: np.ndarray) -> None:
-        begin = time.perf_counter()
         guess = self._speculation.accept(work) if self._speculation is not None else None
         if guess is None:
             grads, held = work.stored_gradients()
             stage.host_step(work, grads, room, held)
         else:
+            begun = stage.work(work.name)
             room[:] = guess.weights
             stage.record.add_seconds("host_step", guess.seconds)
-            stage.stepped(work, begin)
+            stage.worked(stage.record, work.name, begun)
 
 
 def _coming_down(stage: Stages, step: StepWork, mark: object) -> Iterator[tuple[int, BucketWork, np.ndarray]]:

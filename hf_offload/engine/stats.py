@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from hf_offload.engine.ranges import NO_RANGES, Ranges
 from hf_offload.timeline import PHASES, NoTimeline, Timeline
 
 NO_TIMELINE = NoTimeline()
+COMPUTE = "forward and backward"
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,10 @@ class StepRecord:
 class Meter:
     """Keeps the record of the running step, of the one before it, and of the one whose gradients are arriving."""
 
-    def __init__(self, timeline: Timeline | NoTimeline = NO_TIMELINE) -> None:
+    def __init__(self, timeline: Timeline | NoTimeline = NO_TIMELINE, ranges: Ranges = NO_RANGES) -> None:
         self.timeline = timeline
+        self._ranges = ranges
+        self._range = ranges.start("compute", COMPUTE)
         self.current: StepRecord | None = None
         self.upcoming = StepRecord(1, timeline)
         self._previous: StepRecord | None = None
@@ -127,6 +131,7 @@ class Meter:
             return
         start = time.perf_counter()
         self._computed(start)
+        self._next_range("wait", name)
         try:
             self._in_wait = True
             yield
@@ -134,8 +139,15 @@ class Meter:
             self._in_wait = False
             end = time.perf_counter()
             self._compute_from = end
+            self._next_range("compute", COMPUTE)
             if self.current is not None:
                 self.current.add("wait", name, start, end)
+
+    def close(self) -> None:
+        """Write the timeline, and show no range any more."""
+        self.timeline.write()
+        self._ranges.end(self._range)
+        self._ranges, self._range = NO_RANGES, 0
 
     def last_finished(self) -> StepRecord | None:
         """The newest step whose weights are all on the device."""
@@ -145,5 +157,9 @@ class Meter:
 
     def _computed(self, now: float) -> None:
         """Between two waits the training thread computed, or had the device compute, for the step to come."""
-        self.upcoming.add("compute", "forward and backward", self._compute_from, now)
+        self.upcoming.add("compute", COMPUTE, self._compute_from, now)
         self._compute_from = now
+
+    def _next_range(self, phase: str, name: str) -> None:
+        self._ranges.end(self._range)
+        self._range = self._ranges.start(phase, name)

@@ -20,6 +20,7 @@ from hf_offload.engine.gradients import refuse
 from hf_offload.engine.hyper import Coefficients
 from hf_offload.engine.pipeline import Pipeline
 from hf_offload.engine.plan import Bucket
+from hf_offload.engine.ranges import Ranges
 from hf_offload.engine.schedules import Schedule, Stages
 from hf_offload.engine.speculation import Basis, Confidence, Speculation, copied
 from hf_offload.engine.stats import Meter, StepRecord
@@ -121,25 +122,26 @@ class _Drop:
         self._spots, self._adds = spots, inlet.adds
         self._grads: Sequence[Tensor | Held | None] = inlet.grads
         self._slot, self._event = slot, event
+        self._shown = stream.ranges.start("d2h", f"bucket {inlet.index}")
         self._basis = stream.basis if last else None
         self._last = last
         self._record: StepRecord = stream.meter.upcoming
 
     def run(self, stages: Stages, schedule: Schedule) -> None:
         name = f"bucket {self._bucket}"
-        stages.arrived(self._event, name, self._record)
+        stages.arrived(self._event, name, self._record, self._shown)
         self._let_go()
         shared, store, k = self._shared, self._store, self._bucket
         if shared.speculation is not None:
             shared.speculation.forget(store.arena, k)
-        begin = stages.now()
+        begun = stages.work(name)
         store.receive(k, stages.down(self._slot, store.arena.plan.buckets[k]), self._spots, self._adds)
         self._free.append(self._slot)
         if self._last:
             store.sum_bucket(k)
             if self._basis is not None and shared.speculation is not None:
                 shared.speculation.offer(store, k, self._basis, self._record)
-        stages.worked(self._record, name, begin)
+        stages.worked(self._record, name, begun)
 
     def _let_go(self) -> None:
         """The device may have the memory back."""
@@ -189,8 +191,9 @@ class GradientStream:
 
     def __init__(
         self, transport: Transport, pipeline: Pipeline, meter: Meter, threads: int, accumulate_dtype: str,
-        speculation: Speculation | None, groups: Callable[[], Sequence[Mapping[str, Any]]],
+        speculation: Speculation | None, groups: Callable[[], Sequence[Mapping[str, Any]]], ranges: Ranges,
     ) -> None:  # fmt: skip
+        self.ranges = ranges
         self.stores: list[GradientStore] = []
         self.shared = _Shared(speculation)
         self.meter = meter
