@@ -226,7 +226,8 @@ def state(optimizer: OffloadAdam) -> dict[str, Tensor]:
 
 def settings(schedule: str, **more: Any) -> OffloadConfig:
     """Settings of one of MODES. Small buckets, so that every unit has several."""
-    given = {"bucket_bytes": 96, "ring_slots": 2, "timeout_s": LONG, **MODES[schedule], **more}
+    mode = MODES.get(schedule, {"schedule": schedule})
+    given = {"bucket_bytes": 96, "ring_slots": 2, "timeout_s": LONG, **mode, **more}
     if schedule == "small shadow":  # at most 8 bytes of shadow for each byte on a wire that mixes 2 and 4
         given.setdefault("shadow_bytes", 16 * max(given["bucket_bytes"], 4))
     return OffloadConfig(**given)
