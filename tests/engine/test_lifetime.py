@@ -19,6 +19,7 @@ import torch
 from hf_offload import OffloadAdam
 from hf_offload.errors import StateError
 from support.engine import (
+    EXACT,
     Hold,
     TinyLM,
     batches,
@@ -32,6 +33,7 @@ from support.engine import (
     watched_gradients,
     weights,
 )
+from support.transport import FailAt
 
 
 @contextmanager
@@ -53,10 +55,17 @@ def parts(optimizer: OffloadAdam) -> dict[str, weakref.ref[Any]]:
         "transport": engine.placement.transport, "gates": engine.gates, "arena": engine.arenas[0],
         "master": engine.arenas[0].master,
     }  # fmt: skip
+    if engine.stream is not None:
+        found |= {"stream": engine.stream, "store": engine.stream.stores[0]._memory}
+    if engine.speculation is not None:
+        found["speculation"] = engine.speculation
     return {name: weakref.ref(part) for name, part in found.items()}
 
 
-@pytest.mark.parametrize("schedule", ["in_order", "overlapped"])
+EVERY = pytest.mark.parametrize("schedule", ["in_order", *EXACT, "delayed"])
+
+
+@EVERY
 @pytest.mark.parametrize("clip", [True, False])
 def test_del_frees_everything_at_once_though_the_model_lives(schedule: str, clip: bool) -> None:
     with no_collector():
@@ -76,6 +85,7 @@ def test_del_frees_everything_at_once_though_the_model_lives(schedule: str, clip
         assert not ours()
         assert not [g for g in grads if g() is not None]
         model(next(batches())).backward()  # with hooks that find nobody
+        assert model.head.weight.grad.norm() > 0
 
 
 def test_del_in_the_middle_of_a_step_ends_the_step_first() -> None:
@@ -95,6 +105,24 @@ def test_del_in_the_middle_of_a_step_ends_the_step_first() -> None:
         assert ours() == before
     assert same(weights(model), weights(twin))
     reference.close()
+
+
+def test_a_dead_copy_in_backward_keeps_nothing_alive() -> None:
+    """The error's traceback must not keep the transport, the store or gradients in a cycle."""
+    fail = FailAt("none", 1)
+    with no_collector(), copies(fail):
+        model = TinyLM()
+        optimizer = optimizer_of(model, settings("speculative"))
+        model(next(batches()))
+        fail.direction = "d2h"
+        with pytest.raises(StateError):
+            for _ in range(100):
+                model(next(batches())).backward()
+        engine = optimizer.engine
+        alive = [weakref.ref(part) for part in (engine, engine.stream, engine.placement.transport)]
+        del optimizer, engine
+        assert [part for part in alive if part() is not None] == []
+        assert not ours()
 
 
 def test_an_optimizer_that_never_stepped_goes_as_well() -> None:
@@ -150,7 +178,7 @@ def test_gradients_live_until_they_are_copied_and_no_longer_than_the_step() -> N
     optimizer.close()
 
 
-@pytest.mark.parametrize("schedule", ["in_order", "overlapped"])
+@pytest.mark.parametrize("schedule", ["in_order", "overlapped", "speculative", "delayed"])
 def test_nothing_grows_from_step_to_step(schedule: str) -> None:
     """Objects of Python's, and memory that our own code allocates, are flat over 50 steps."""
     model, data = TinyLM(), batches()

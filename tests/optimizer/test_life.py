@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hf_offload import OffloadAdam, hostmem
 from hf_offload.errors import HostMemoryError, StateError, UnsupportedError
 from support.optimizer import (
+    EXACT,
     SCHEDULES,
     Bag,
     assert_same_run,
@@ -37,6 +38,7 @@ from support.optimizer import (
 )
 
 both_schedules = pytest.mark.parametrize("schedule", SCHEDULES)
+every_mode = pytest.mark.parametrize("schedule", EXACT)
 SLOW = {"link_latency_us": 5000.0}  # every copy takes 5 ms: a step is under way for as long as a test needs
 
 
@@ -63,7 +65,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 # ---- memory
 
 
-@both_schedules
+@every_mode
 def test_state_is_made_at_the_first_training_forward_and_not_earlier(schedule: str) -> None:
     model = net()
     optimizer = attached(model, schedule)
@@ -168,7 +170,7 @@ def test_copies_of_the_optimizer_are_refused_with_the_remedy(how: Callable[[Any]
             how(optimizer)
 
 
-@both_schedules
+@every_mode
 def test_a_deep_copied_model_trains_with_an_optimizer_of_its_own(schedule: str) -> None:
     model = net()
     optimizer = attached(model, schedule)
@@ -187,7 +189,7 @@ def test_a_deep_copied_model_trains_with_an_optimizer_of_its_own(schedule: str) 
 # ---- the end
 
 
-@both_schedules
+@every_mode
 def test_closing(schedule: str) -> None:
     before = set(threading.enumerate())
     model = net()
@@ -221,7 +223,7 @@ def test_closing(schedule: str) -> None:
             use()
 
 
-@both_schedules
+@every_mode
 def test_closed_before_the_first_step(schedule: str) -> None:
     model = net()
     optimizer = attached(model, schedule)
@@ -272,7 +274,7 @@ def test_a_step_that_failed_unseen_is_told_of_at_the_latest_when_closing(how: st
     assert not optimizer.engine.placement.pinned_bytes
 
 
-@both_schedules
+@every_mode
 def test_del_frees_everything_though_the_model_lives_on(schedule: str) -> None:
     model = net()
     optimizer = attached(model, schedule, SLOW)
@@ -334,7 +336,7 @@ def test_kept_gradients_go_on_accumulating(schedule: str) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4)
 
 
-@both_schedules
+@every_mode
 @pytest.mark.parametrize("micro", [1, 3])
 def test_gradients_of_all_micro_batches_count(micro: int, schedule: str) -> None:
     """field.md, 1."""
@@ -380,7 +382,7 @@ def test_a_weight_written_to_while_the_step_is_under_way_raises(write: str) -> N
         optimizer.synchronize()
 
 
-@both_schedules
+@every_mode
 def test_weights_clamped_after_a_wait_are_trained_from(schedule: str) -> None:
     """A WGAN's critic."""
     model, other = net(), net()
@@ -398,7 +400,7 @@ def test_weights_clamped_after_a_wait_are_trained_from(schedule: str) -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=5e-6)
 
 
-@both_schedules
+@every_mode
 def test_dropping_gradients_right_after_the_step_is_safe(schedule: str) -> None:
     """`model.zero_grad()` frees them while they are copied: the memory must stay until then (field.md, 7)."""
     model, other = net(), net()
@@ -414,7 +416,7 @@ def test_dropping_gradients_right_after_the_step_is_safe(schedule: str) -> None:
     assert_same_run(optimizer, list(model.parameters()), plain, list(other.parameters()))
 
 
-@both_schedules
+@every_mode
 def test_backward_through_a_retained_graph_after_a_step_raises(schedule: str) -> None:
     """torch's own error for weights changed in place, whichever memory ours are written through."""
     model = net()
@@ -477,7 +479,7 @@ def test_data_swapped_while_the_weights_are_under_way(free: bool) -> None:
     assert same_bits(p, q) and p[0].item() == pytest.approx(4.895, rel=1e-3)
 
 
-@both_schedules
+@every_mode
 def test_evaluation_between_steps(schedule: str) -> None:
     """Under no_grad and inference_mode, through the hooks or after eval(): always the weights of the last step."""
     model, other = net(), net()
@@ -529,7 +531,7 @@ MODES: dict[str, Callable[[], Any]] = {
 }
 
 
-@both_schedules
+@every_mode
 @pytest.mark.parametrize("mode", MODES)
 def test_global_modes_change_nothing(mode: str, schedule: str) -> None:
     values = [p.detach() for p in make_params(torch.bfloat16, shapes=[(5,), (30, 40)])]
@@ -565,7 +567,7 @@ def test_global_modes_change_nothing(mode: str, schedule: str) -> None:
     assert all(same_bits(a, b) for a, b in zip(found, expected))
 
 
-@both_schedules
+@every_mode
 def test_two_optimizers_in_turn(schedule: str) -> None:
     """A generator and a discriminator."""
     models, others = [net(), net()], [net(), net()]
@@ -581,7 +583,7 @@ def test_two_optimizers_in_turn(schedule: str) -> None:
         assert all(same_bits(a, b) for a, b in zip(weights(m), weights(n)))
 
 
-@both_schedules
+@every_mode
 def test_two_optimizers_in_two_threads(schedule: str) -> None:
     """Large enough for the kernels' one thread pool."""
     shapes = [(70_000,), (5,)]
@@ -607,7 +609,7 @@ def test_two_optimizers_in_two_threads(schedule: str) -> None:
     assert all(same_bits(p, q) for params in results for p, q in zip(params, expected))
 
 
-@both_schedules
+@every_mode
 def test_attaching_again_is_free_and_another_model_takes_over(schedule: str) -> None:
     model, other = net(), net()
     optimizer, plain = attached(model, schedule, SLOW), attached(other, "in_order")

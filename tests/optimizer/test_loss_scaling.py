@@ -13,6 +13,7 @@ from hf_offload import OffloadAdam
 from hf_offload.errors import ConfigError
 from support.optimizer import (
     DTYPES,
+    EXACT,
     SCHEDULES,
     Bag,
     Twin,
@@ -29,6 +30,7 @@ from support.optimizer import (
 )
 
 both_schedules = pytest.mark.parametrize("schedule", SCHEDULES)
+every_mode = pytest.mark.parametrize("schedule", EXACT)
 every_wire = pytest.mark.parametrize("wire", DTYPES)
 
 
@@ -67,7 +69,7 @@ def test_the_inverse_is_folded_in_and_grad_stays_scaled(wire: str, schedule: str
     assert all(same_bits(state(optimizer, p, "master"), state(plain, q, "master")) for p, q in zip(params, others))
 
 
-@both_schedules
+@every_mode
 def test_gradients_that_fp16_could_not_hold_unscaled(schedule: str) -> None:
     """1e-9 times 65536 fits into fp16, 1e-9 does not: unscaling in fp16 would train nothing."""
     p = nn.Parameter(torch.ones(4, dtype=torch.float16))
@@ -79,7 +81,7 @@ def test_gradients_that_fp16_could_not_hold_unscaled(schedule: str) -> None:
     torch.testing.assert_close(state(optimizer, p, "master"), torch.full((4,), 0.99), rtol=1e-4, atol=0.0)
 
 
-@both_schedules
+@every_mode
 @every_wire
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_found_inf(bad: float, wire: str, schedule: str) -> None:
@@ -104,7 +106,7 @@ def test_finite_gradients_whose_squares_are_not_are_no_overflow() -> None:
     assert optimizer.clip_grad_norm_(math.inf).item() == pytest.approx(math.sqrt(3), rel=1e-6)
 
 
-@both_schedules
+@every_mode
 @every_wire
 def test_clipping_after_unscaling_sees_the_unscaled_norm(wire: str, schedule: str) -> None:
     params = make_params(DTYPES[wire], shapes=[(5,), (30,)])
@@ -181,7 +183,7 @@ def test_a_scaler_skips_backs_off_and_grows(wire: str, schedule: str) -> None:
     assert optimizer.stats().skipped_steps == 0, "the scaler skipped, not we"
 
 
-@both_schedules
+@every_mode
 def test_a_scaled_run_is_the_unscaled_run(schedule: str) -> None:
     """Powers of two change no digit: the run under a scaler ends with the bits of the run without one."""
     params, others = make_params(shapes=[(5,), (30,)]), make_params(shapes=[(5,), (30,)])

@@ -10,9 +10,9 @@ from hf_offload import OffloadAdam, hostmem
 from hf_offload.engine import masters
 from hf_offload.engine.masters import cast_trainable
 from hf_offload.errors import HostMemoryError
-from support.optimizer import SCHEDULES, config, same_bits, state
+from support.optimizer import EXACT, config, same_bits, state
 
-both_schedules = pytest.mark.parametrize("schedule", SCHEDULES)
+every_mode = pytest.mark.parametrize("schedule", EXACT)
 
 
 class Model(nn.Module):
@@ -49,7 +49,7 @@ def test_cast_trainable_casts_trainable_fp32_parameters_and_nothing_else(dtype: 
     assert cast_trainable(model, dtype, keep=lambda name: name.startswith("kept.")) == 0
 
 
-@both_schedules
+@every_mode
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_start_from_the_fp32_values(dtype: torch.dtype, schedule: str) -> None:
     model = Model()
@@ -69,7 +69,7 @@ def test_masters_start_from_the_fp32_values(dtype: torch.dtype, schedule: str) -
     assert not same_bits(state(again, model.layer.weight, "master"), before["layer.weight"]), "handed over for good"
 
 
-@both_schedules
+@every_mode
 @pytest.mark.parametrize("how", ["load_state_dict", "copy_", "data.copy_", "data ="])
 def test_weights_loaded_between_the_cast_and_the_binding_win(how: str, schedule: str) -> None:
     """Element by element: a weight that is still the rounded fp32 value keeps its digits."""

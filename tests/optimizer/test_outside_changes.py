@@ -15,7 +15,7 @@ from hf_offload import OffloadAdam
 from hf_offload.engine.checksum import checksum, device_checksum
 from support.optimizer import (
     DTYPES,
-    SCHEDULES,
+    EXACT,
     Bag,
     Twin,
     assert_same_run,
@@ -30,7 +30,7 @@ from support.optimizer import (
     twins,
 )
 
-both_schedules = pytest.mark.parametrize("schedule", SCHEDULES)
+every_mode = pytest.mark.parametrize("schedule", EXACT)
 every_wire = pytest.mark.parametrize("wire", DTYPES)
 SHAPES = [(), (300,), (3, 40)]
 
@@ -131,7 +131,7 @@ WRITES: dict[str, Callable[[OffloadAdam, Bag, list[Any]], None]] = {
 }
 
 
-@both_schedules
+@every_mode
 @every_wire
 @pytest.mark.parametrize("how", WRITES)
 def test_masters_follow_what_was_written_and_keep_the_rest(
@@ -170,7 +170,7 @@ def test_masters_follow_what_was_written_and_keep_the_rest(
     assert len(warned) == 1 and f" {changed} weights" in warned[0]
 
 
-@both_schedules
+@every_mode
 @every_wire
 @pytest.mark.parametrize("swap", ["copy_", "data.copy_", "data ="])
 def test_an_average_swapped_in_and_out_changes_nothing(swap: str, wire: str, schedule: str) -> None:
@@ -198,7 +198,7 @@ def test_an_average_swapped_in_and_out_changes_nothing(swap: str, wire: str, sch
         assert same_bits(p, q) and same_bits(state(optimizer, p, "master"), state(plain, q, "master"))
 
 
-@both_schedules
+@every_mode
 def test_looking_changes_nothing_and_warns_of_nothing(schedule: str, caplog: pytest.LogCaptureFixture) -> None:
     params = make_params(torch.bfloat16, SHAPES)
     others = twins(params)
@@ -215,7 +215,7 @@ def test_looking_changes_nothing_and_warns_of_nothing(schedule: str, caplog: pyt
     assert_same_run(optimizer, params, plain, others)
 
 
-@both_schedules
+@every_mode
 @every_wire
 def test_reseed_returns_how_many_elements_changed(wire: str, schedule: str) -> None:
     params = make_params(DTYPES[wire], shapes=[(10,), (7,)])
@@ -234,7 +234,7 @@ def test_reseed_returns_how_many_elements_changed(wire: str, schedule: str) -> N
     assert state(optimizer, params[1], "master")[3].item() == -5.0
 
 
-@both_schedules
+@every_mode
 def test_after_reseed_the_next_step_warns_of_nothing(schedule: str, caplog: pytest.LogCaptureFixture) -> None:
     params = make_params(torch.bfloat16, shapes=[(10,)])
     optimizer = offload(params, schedule)
@@ -246,7 +246,7 @@ def test_after_reseed_the_next_step_warns_of_nothing(schedule: str, caplog: pyte
     assert not caplog.records
 
 
-@both_schedules
+@every_mode
 def test_weights_loaded_before_the_first_step_are_trained_from(schedule: str) -> None:
     """field.md, 5: loaded after the optimizer was built, before or after the forward that binds."""
     for forward_first in (False, True):
@@ -263,7 +263,7 @@ def test_weights_loaded_before_the_first_step_are_trained_from(schedule: str) ->
         torch.testing.assert_close(state(optimizer, params[0], "master"), torch.full((10,), 3.999), rtol=1e-4, atol=0.0)
 
 
-@both_schedules
+@every_mode
 def test_a_max_norm_embedding_that_writes_in_its_forward(schedule: str) -> None:
     """torch renormalises rows in place in the forward: the masters follow, and stay within the bound."""
     torch.manual_seed(0)

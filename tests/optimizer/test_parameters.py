@@ -14,7 +14,7 @@ from hf_offload import OffloadAdam
 from hf_offload.errors import ConfigError, StateError, UnsupportedError
 from support.optimizer import (
     DTYPES,
-    SCHEDULES,
+    EXACT,
     Bag,
     Twin,
     assert_same_run,
@@ -31,14 +31,14 @@ from support.optimizer import (
     twins,
 )
 
-both_schedules = pytest.mark.parametrize("schedule", SCHEDULES)
+every_mode = pytest.mark.parametrize("schedule", EXACT)
 every_wire = pytest.mark.parametrize("wire", DTYPES)
 
 
 # ---- which have a gradient
 
 
-@both_schedules
+@every_mode
 @every_wire
 def test_without_a_gradient_nothing_of_a_parameter_changes(wire: str, schedule: str) -> None:
     """Skipped, state untouched, own step counts; a neighbour in the same bucket is stepped (field.md, 8 and 16)."""
@@ -58,7 +58,7 @@ def test_without_a_gradient_nothing_of_a_parameter_changes(wire: str, schedule: 
         assert same_bits(state(optimizer, p, "exp_avg_sq").reshape(-1), torch.from_numpy(twin.v[q]))
 
 
-@both_schedules
+@every_mode
 def test_a_step_without_any_gradient_is_no_step(schedule: str) -> None:
     params = make_params(shapes=[(5,), (6,)])
     optimizer = offload(params, schedule)
@@ -71,7 +71,7 @@ def test_a_step_without_any_gradient_is_no_step(schedule: str) -> None:
     assert snapshot(optimizer, params) == before
 
 
-@both_schedules
+@every_mode
 def test_zero_gradients_do_step(schedule: str) -> None:
     """A gradient of zeros is a gradient: momentum goes on, decay is applied, the step is counted."""
     params, others = make_params(shapes=[(5,)]), make_params(shapes=[(5,)])
@@ -86,7 +86,7 @@ def test_zero_gradients_do_step(schedule: str) -> None:
     assert state(optimizer, params[0], "step").item() == 4
 
 
-@both_schedules
+@every_mode
 def test_frozen_then_unfrozen_and_the_other_way(schedule: str) -> None:
     params = make_params(shapes=[(5,), (6,)])
     others = twins(params)
@@ -109,7 +109,7 @@ def test_frozen_then_unfrozen_and_the_other_way(schedule: str) -> None:
         assert state(optimizer, p, "step").item() == theirs.state[q]["step"].item()
 
 
-@both_schedules
+@every_mode
 @pytest.mark.parametrize("stepped_before", [False, True])
 def test_a_gradient_of_a_parameter_frozen_since_backward_is_stepped_as_torch_does(
     stepped_before: bool, schedule: str
@@ -128,7 +128,7 @@ def test_a_gradient_of_a_parameter_frozen_since_backward_is_stepped_as_torch_doe
         torch.testing.assert_close(p.detach(), q.detach(), rtol=2e-6, atol=1e-6)
 
 
-@both_schedules
+@every_mode
 def test_groups_added_after_steps(schedule: str) -> None:
     """An extension of the state at the next step; earlier parameters keep theirs and the settings of their group."""
     params = make_params(shapes=[(5,), (600,)])
@@ -153,7 +153,7 @@ def assert_like(optimizer: OffloadAdam, theirs: Any, params: list[Any], others: 
         assert state(optimizer, p, "step").item() == theirs.state[q]["step"].item()
 
 
-@both_schedules
+@every_mode
 def test_empty_groups_stay(schedule: str) -> None:
     """Schedulers and PEFT rely on the number of groups (field.md, 16)."""
     params = make_params(shapes=[(5,)])
@@ -166,7 +166,7 @@ def test_empty_groups_stay(schedule: str) -> None:
     assert optimizer.clip_grad_norm_(1.0).device == params[0].device
 
 
-@both_schedules
+@every_mode
 def test_a_tensor_twice_in_a_group_is_stepped_once_with_torchs_warning(schedule: str) -> None:
     params, others = make_params(shapes=[(5,), (6,)]), make_params(shapes=[(5,), (6,)])
     with pytest.warns(UserWarning, match="duplicate parameters"):
@@ -201,7 +201,7 @@ def test_a_tensor_in_two_groups_is_refused() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-@both_schedules
+@every_mode
 def test_tied_weights_are_one_parameter(schedule: str) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"embed": nn.Embedding(11, 4), "head": nn.Linear(4, 11, bias=False)})
@@ -259,7 +259,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], Callable[[
 }
 
 
-@both_schedules
+@every_mode
 @every_wire
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_dense_layout(layout: str, wire: str, schedule: str) -> None:
@@ -319,7 +319,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@both_schedules
+@every_mode
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_parameter_that_changes_after_its_state_was_made_is_refused(change: str, schedule: str) -> None:
     """Its state would be applied to other elements than it belongs to: `model.to(memory_format=…)`, for one."""
@@ -393,7 +393,7 @@ def test_the_transport_follows_parameters_that_are_moved_before_the_first_step()
     assert not made.pinned_bytes, "the old ring is freed"
 
 
-@both_schedules
+@every_mode
 def test_nothing_but_empty_parameters(schedule: str) -> None:
     params = make_params(shapes=[(0,), (3, 0)])
     optimizer = offload(params, schedule)
@@ -563,7 +563,7 @@ def test_learning_rates_that_are_fine(lr: Any) -> None:
     torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-6)
 
 
-@both_schedules
+@every_mode
 def test_hyper_parameters_that_become_impossible_leave_all_as_it_was(schedule: str) -> None:
     """β1 = 1 set by hand: its bias correction divides by zero; no step count may have moved by then."""
     params = make_params(shapes=[(5,), (6,)])
@@ -622,7 +622,7 @@ GRADIENTS: dict[str, tuple[Callable[[Tensor], None], str]] = {
 }
 
 
-@both_schedules
+@every_mode
 @pytest.mark.parametrize("kind", GRADIENTS)
 def test_refused_gradients(kind: str, schedule: str) -> None:
     spoil, match = GRADIENTS[kind]

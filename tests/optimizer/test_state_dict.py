@@ -20,6 +20,7 @@ from hf_offload import OffloadAdam
 from hf_offload.engine.masters import cast_trainable
 from support.optimizer import (
     DTYPES,
+    EXACT,
     SCHEDULES,
     Bag,
     assert_same_run,
@@ -37,6 +38,7 @@ from support.optimizer import (
 )
 
 both_schedules = pytest.mark.parametrize("schedule", SCHEDULES)
+every_mode = pytest.mark.parametrize("schedule", EXACT)
 every_wire = pytest.mark.parametrize("wire", DTYPES)
 SHAPES = [(), (0, 3), (7,), (3, 40)]
 
@@ -55,7 +57,7 @@ def through_a_file(saved: dict[str, Any]) -> dict[str, Any]:
 # ---- what is in it
 
 
-@both_schedules
+@every_mode
 @every_wire
 def test_contents(wire: str, schedule: str) -> None:
     """fp32 host tensors in the parameter's shape, `step` as torch's AdamW has it, the groups' settings."""
@@ -80,7 +82,7 @@ def test_contents(wire: str, schedule: str) -> None:
             assert mine[name] == group[name], name
 
 
-@both_schedules
+@every_mode
 def test_before_any_step_there_is_no_state_and_no_step_is_taken(schedule: str) -> None:
     params = make_params(shapes=[(5,)])
     before = params[0].detach().clone()
@@ -106,7 +108,7 @@ def test_the_tensors_are_live_views_and_so_is_optimizer_state(schedule: str) -> 
     assert not optimizer.state_dict()["state"][1]["exp_avg"].any()
 
 
-@both_schedules
+@every_mode
 def test_the_state_lies_in_the_parameters_own_order(schedule: str) -> None:
     """Several parameters share a bucket and units reorder the arena: each entry is its parameter's all the same."""
     params = make_params(shapes=[(300,), (2,), (3, 4), (500,)])
@@ -142,7 +144,7 @@ def test_looking_at_the_state_of_a_parameter_does_not_hide_it() -> None:
 # ---- resuming
 
 
-@both_schedules
+@every_mode
 @every_wire
 @pytest.mark.parametrize("moment", ["before the first step", "after some steps", "twice"])
 def test_resume_is_bit_equal(moment: str, wire: str, schedule: str) -> None:
@@ -170,7 +172,7 @@ def test_resume_is_bit_equal(moment: str, wire: str, schedule: str) -> None:
             assert same_bits(state(optimizer, p, name), state(resumed, q, name)), name
 
 
-@both_schedules
+@every_mode
 @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
 @pytest.mark.parametrize("order", ["weights first", "state first"])
 def test_either_order_of_loading_keeps_the_masters(order: str, wire: str, schedule: str) -> None:
@@ -193,7 +195,7 @@ def test_either_order_of_loading_keeps_the_masters(order: str, wire: str, schedu
     assert all(same_bits(state(optimizer, p, "master"), state(resumed, q, "master")) for p, q in zip(params, others))
 
 
-@both_schedules
+@every_mode
 @every_wire
 def test_loading_its_own_live_state_changes_nothing(wire: str, schedule: str) -> None:
     """accelerate does it when it wraps the optimizer."""
@@ -218,7 +220,7 @@ def test_loading_live_state_in_another_order_is_safe() -> None:
         assert same_bits(state(optimizer, p, "exp_avg"), e)
 
 
-@both_schedules
+@every_mode
 def test_a_loaded_state_is_a_copy(schedule: str) -> None:
     params = make_params(shapes=[(5,)])
     optimizer = offload(params, schedule)
@@ -231,7 +233,7 @@ def test_a_loaded_state_is_a_copy(schedule: str) -> None:
     assert saved["param_groups"] == kept["param_groups"]
 
 
-@both_schedules
+@every_mode
 def test_partial_state(schedule: str) -> None:
     """A parameter that had never had a gradient, or was frozen, when the file was made starts anew."""
     params = make_params(shapes=[(5,), (6,)])
@@ -248,7 +250,7 @@ def test_partial_state(schedule: str) -> None:
         assert state(optimizer, p, "step").item() == theirs.state[q]["step"].item() == count
 
 
-@both_schedules
+@every_mode
 @pytest.mark.parametrize("empty", [{}, {0: {}, 1: None}])
 def test_an_empty_state_starts_anew(empty: dict[int, Any], schedule: str) -> None:
     params, others = make_params(shapes=[(5,), (6,)]), make_params(shapes=[(5,), (6,)])
@@ -263,7 +265,7 @@ def test_an_empty_state_starts_anew(empty: dict[int, Any], schedule: str) -> Non
     assert_same_run(optimizer, params, fresh, others)
 
 
-@both_schedules
+@every_mode
 def test_the_state_of_a_parameter_that_is_frozen_now_waits_for_it(schedule: str) -> None:
     params, others = make_params(shapes=[(5,), (6,)]), make_params(shapes=[(5,), (6,)])
     optimizer, resumed = offload(params, schedule), offload(others, schedule)
@@ -285,7 +287,7 @@ def test_the_state_of_a_parameter_that_is_frozen_now_waits_for_it(schedule: str)
 # ---- to and from torch.optim.AdamW
 
 
-@both_schedules
+@every_mode
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_from_torch(decoupled: bool, schedule: str) -> None:
     """A run that torch began goes on with us as it would have gone on with torch."""
@@ -304,7 +306,7 @@ def test_from_torch(decoupled: bool, schedule: str) -> None:
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
-@both_schedules
+@every_mode
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("foreach", [True, False])
 def test_to_torch(foreach: bool, decoupled: bool, schedule: str) -> None:
@@ -321,7 +323,7 @@ def test_to_torch(foreach: bool, decoupled: bool, schedule: str) -> None:
         torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-6)
 
 
-@both_schedules
+@every_mode
 @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
 def test_there_and_back_with_16_bit_weights(wire: str, schedule: str) -> None:
     """torch's AdamW keeps moments in the weights' dtype and rounds ours; back here they are fp32 again, masters follow
@@ -397,7 +399,7 @@ def test_state_in_other_strides() -> None:
 # ---- masters and weights that disagree
 
 
-@both_schedules
+@every_mode
 @every_wire
 def test_a_master_that_is_not_the_weights_follows_it_with_a_warning_that_counts(
     wire: str, schedule: str, caplog: pytest.LogCaptureFixture
@@ -424,7 +426,7 @@ def test_a_master_that_is_not_the_weights_follows_it_with_a_warning_that_counts(
     assert [r for r in caplog.records if "40 weights were changed from outside" in r.message]
 
 
-@both_schedules
+@every_mode
 @every_wire
 def test_an_older_state_beside_newer_weights(wire: str, schedule: str, caplog: pytest.LogCaptureFixture) -> None:
     """The weights were last written by our own step, so nothing but the loaded masters tells that they disagree."""
@@ -448,7 +450,7 @@ def test_an_older_state_beside_newer_weights(wire: str, schedule: str, caplog: p
         assert same_bits(state(optimizer, p, "master"), torch.where(m.to(w.dtype) == w, m, w.float()))
 
 
-@both_schedules
+@every_mode
 def test_loading_the_state_that_fits_warns_of_nothing(schedule: str, caplog: pytest.LogCaptureFixture) -> None:
     params = make_params(torch.bfloat16, shapes=[(100,), (5,)])
     optimizer = offload(params, schedule)
@@ -482,7 +484,7 @@ def test_a_file_without_masters_takes_them_from_the_weights(waiting: bool, stepp
 # ---- groups, hooks, schedulers
 
 
-@both_schedules
+@every_mode
 def test_the_groups_settings_come_from_the_file(schedule: str) -> None:
     params = make_params(shapes=[(5,), (6,)])
     optimizer = offload([{"params": params[:1]}, {"params": params[1:], "lr": torch.tensor(0.5)}], schedule)
@@ -521,7 +523,7 @@ def test_a_setting_that_the_file_lacks_stays(name: str) -> None:
     train(optimizer, params, [1])
 
 
-@both_schedules
+@every_mode
 def test_a_resumed_scheduler_drives_the_loaded_groups(schedule: str) -> None:
     def make(params: list[Any]) -> tuple[OffloadAdam, LambdaLR]:
         optimizer = offload(groups_of(params), schedule)
@@ -609,7 +611,7 @@ EDITS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@both_schedules
+@every_mode
 @pytest.mark.parametrize("edit", EDITS)
 def test_state_replaced_by_hand_is_refused_at_the_step(edit: str, schedule: str) -> None:
     """torch would step the new tensors; ours steps the memory behind the old ones, so it must not go on silently."""
@@ -660,7 +662,7 @@ def test_files_on_disk(tmp_path: Path) -> None:
         assert all(same_bits(loaded["state"][i][n], state(optimizer, p, n)) for n in loaded["state"][i])
 
 
-@both_schedules
+@every_mode
 def test_torch_distributed_checkpoints_way_of_saving_and_loading(schedule: str) -> None:
     """Entries by parameter name; it takes a step with zero gradients and lr 0 itself, to make state to load into."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict

@@ -12,7 +12,7 @@ import torch
 from hf_offload import OffloadAdam
 from support.optimizer import (
     DTYPES,
-    SCHEDULES,
+    EXACT,
     Twin,
     assert_twin,
     config,
@@ -41,7 +41,7 @@ def groups_of(params: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", EXACT)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("wire", DTYPES)
 def test_bits_are_the_twins(wire: str, mode: str, schedule: str) -> None:
@@ -60,7 +60,7 @@ def test_bits_are_the_twins(wire: str, mode: str, schedule: str) -> None:
             assert same_bits(state(optimizer, p, name).reshape(-1), torch.from_numpy(array)), name
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", EXACT)
 @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
 def test_torch_with_fp32_masters_by_hand(wire: str, schedule: str) -> None:
     """The reference a user would write: fp32 copies stepped by torch.optim.AdamW, weights rounded from them.
@@ -84,7 +84,7 @@ def test_torch_with_fp32_masters_by_hand(wire: str, schedule: str) -> None:
         torch.testing.assert_close(p.detach(), expected, rtol=2**-7, atol=0.0)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", EXACT)
 @pytest.mark.parametrize("wire", DTYPES)
 def test_small_steps_are_not_lost_in_16_bit_weights(wire: str, schedule: str) -> None:
     """What masters are for: 400 steps of 1e-4 move a weight of 1.0 by 0.04, though each is below half a bf16 ulp."""
@@ -122,7 +122,7 @@ def test_one_step_against_float64(wire: str) -> None:
         assert same_bits(p, state(optimizer, p, "master").to(p.dtype))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", EXACT)
 def test_dtypes_mixed_within_one_optimizer(schedule: str) -> None:
     """LoRA: fp32 adapters on a 16-bit base, in one group."""
     params = [p for k, d in enumerate(DTYPES.values()) for p in make_params(d, shapes=[(7,), (300,)], seed=k)]
@@ -143,7 +143,7 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", EXACT)
 @pytest.mark.parametrize("wire", DTYPES)
 @pytest.mark.parametrize("size", CUTS)
 def test_bits_do_not_depend_on_buckets_or_threads(size: str, wire: str, schedule: str) -> None:
@@ -166,7 +166,7 @@ def test_bits_do_not_depend_on_buckets_or_threads(size: str, wire: str, schedule
         assert all(same_bits(p, q) for p, q in zip(params, results[0][1]))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", EXACT)
 def test_the_callers_flush_to_zero_flag_changes_nothing(schedule: str) -> None:
     """Denormal moments, gradients and weights, with the flag off and on in the thread that trains."""
     if not torch.set_flush_denormal(True):

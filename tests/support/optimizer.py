@@ -19,7 +19,7 @@ MODES: dict[str, dict[str, Any]] = {
     "in_order": {"schedule": "in_order"},
     "overlapped": {"schedule": "overlapped"},
     "streamed": {"schedule": "overlapped", "stream_gradients": True},
-    "speculative": {"schedule": "overlapped", "stream_gradients": True, "shadow_bytes": 1 << 20},
+    "speculative": {"schedule": "overlapped", "stream_gradients": True, "shadow_bytes": 1 << 22},
 }
 """Every exact way to take a step."""
 EXACT = tuple(MODES)
