@@ -98,11 +98,10 @@ class Setting:
         check_host_budget(need, None)
         return Memory(sizes, self.seed)
 
-    def shadow_bytes(self, sizes: Sequence[Sequence[int]]) -> int:
-        """Room for all buckets in equal slots of 14 bytes a parameter."""
-        numels = [sum(unit) for unit in sizes]
-        most = max(1, self.bucket_bytes // 2)
-        return 14 * min(most, max(numels)) * sum(-(-n // most) for n in numels)
+    @staticmethod
+    def shadow_bytes(sizes: Sequence[Sequence[int]]) -> int:
+        """Room for all buckets, 14 bytes a parameter."""
+        return 14 * sum(map(sum, sizes))
 
     def model(self, memory: Memory) -> EmulatedModel:
         block = (self.forward_ms * 1e-3, self.backward_ms * 1e-3)

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hf_offload.bench import streaming_copies
 from hf_offload.bench.pipeline import NONE, Result, Row
 from hf_offload.environment import hardware, versions
 from hf_offload.report import duration
@@ -46,6 +47,7 @@ def as_json(result: Result) -> dict[str, Any]:
             "buckets": sum(map(len, stages.units)),
             "wire_dtype": "bfloat16",
             "clip": CLIP,
+            "copies": streaming_copies.described(),
         },
         "machine": {
             **hardware(),
