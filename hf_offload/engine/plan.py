@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+LEAD_BUCKETS = 8
+LEAD_BYTES = 1 << 20
+"""The first unit has nothing to hide behind on its way through copy, step and copy: cut into `LEAD_BUCKETS` buckets of
+no less than `LEAD_BYTES`, its parts do at the same time what the whole would do in turn."""
+
 WIRE_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -63,7 +68,8 @@ class BucketPlan:
 def plan_buckets(params: Sequence[ParamSpec], bucket_bytes: int) -> BucketPlan:
     """Lay parameters out unit by unit (in increasing unit number) and cut each run into buckets.
 
-    Empty parameters take no room and stand in no bucket. `bucket_bytes` below one element counts as one element.
+    Empty parameters take no room and stand in no bucket. `bucket_bytes` below one element counts as one element. The
+    first unit is cut finer, see `LEAD_BUCKETS`.
     """
     starts = [0] * len(params)
     buckets: list[Bucket] = []
@@ -73,7 +79,10 @@ def plan_buckets(params: Sequence[ParamSpec], bucket_bytes: int) -> BucketPlan:
         for i in members:
             starts[i] = at
             at += params[i].numel
-        most = max(1, bucket_bytes // WIRE_ITEMSIZE[wire])
+        size = WIRE_ITEMSIZE[wire]
+        most = max(1, bucket_bytes // size)
+        if not run_start:
+            most = min(most, max(LEAD_BYTES // size, -(-(at - run_start) // LEAD_BUCKETS)))
         pieces = [(i, starts[i], params[i].numel) for i in members]
         buckets.extend(_cut(unit, wire, run_start, at, most, pieces))
     return BucketPlan(at, tuple(starts), tuple(buckets))

@@ -114,3 +114,14 @@ def test_by_hand() -> None:
         (0, fp32, 9, [(2, 2, 1, 0)]),
         (1, bf16, 10, [(0, 0, 2, 0)]),
     ]
+
+
+def test_the_first_unit_is_cut_finer_so_that_its_way_there_and_back_overlaps_itself() -> None:
+    million = 1 << 20
+    specs = [ParamSpec(8 * million, "bfloat16", 0), ParamSpec(8 * million, "bfloat16", 1)]
+    buckets = plan_buckets(specs, 32 * million).buckets
+    assert [b.numel for b in buckets if b.unit == 0] == [million] * 8
+    assert [b.numel for b in buckets if b.unit == 1] == [8 * million]
+    small = plan_buckets([ParamSpec(million, "bfloat16", 0)], 32 * million).buckets
+    assert [b.nbytes for b in small] == [million] * 2  # no bucket of less than a MiB for this
+    assert max(b.nbytes for b in plan_buckets(specs, 1000).buckets) == 1000
