@@ -178,7 +178,10 @@ def test_gradients_live_until_they_are_copied_and_no_longer_than_the_step() -> N
     optimizer.close()
 
 
-@pytest.mark.parametrize("schedule", ["in_order", "overlapped", "speculative", "delayed"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["in_order", "overlapped", *(pytest.param(m, marks=pytest.mark.slow) for m in ("speculative", "delayed"))],
+)
 def test_nothing_grows_from_step_to_step(schedule: str) -> None:
     """Objects of Python's, and memory that our own code allocates, are flat over 50 steps."""
     model, data = TinyLM(), batches()
