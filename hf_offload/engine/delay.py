@@ -15,11 +15,13 @@ class Delay:
 
     Attributes:
         pending: buckets that were stepped and whose weights the device does not have yet.
+        delivering: whether their delivery has begun, outside of a step.
     """
 
     def __init__(self, warmup_steps: int) -> None:
         self._warmup_steps = warmup_steps
         self.pending: Sequence[BucketWork] = ()
+        self.delivering = False
 
     def next(self, buckets: Sequence[BucketWork], steps: int) -> Sequence[BucketWork]:
         """What is delivered in the step that takes `buckets`; `steps`: the most steps a parameter has taken.
@@ -36,14 +38,13 @@ class Delay:
         for work in works_of(self.pending):
             work.note_weights()
 
-    def end(self) -> Sequence[BucketWork]:
-        """What is pending is delivered now, and nothing is pending."""
-        delivered, self.pending = self.pending, ()
-        return delivered
+    def end(self) -> None:
+        """What was pending is on its way."""
+        self.pending, self.delivering = (), False
 
     def overwritten(self) -> bool:
         """Whether somebody wrote to a weight for which an update is pending."""
-        return any(work.written() for work in works_of(self.pending))
+        return not self.delivering and any(work.written() for work in works_of(self.pending))
 
 
 def works_of(buckets: Sequence[BucketWork]) -> list[ArenaWork]:

@@ -176,6 +176,8 @@ class Engine:
         self.wait_all()
         self.placement.settle(fresh, self._taken_bytes())
         check_apart([*(p for a in self.arenas for p in a.params), *fresh])
+        if self.config.stream_gradients and self._pipeline is None:
+            self._start()
         number = len(self.arenas)
         arena = Arena(fresh, [self._unit_of(p) for p in fresh], self.config.bucket_bytes, number)
         if self.stream is not None:
@@ -185,11 +187,8 @@ class Engine:
             # one statement: an interrupt falls before or after it
             self.arenas, self._place_of = [*self.arenas, arena], {**self._place_of, **places}
         self.watch.add(arena)
-        if self.config.stream_gradients:
-            if self._pipeline is None:
-                self._start()
-            assert self.stream is not None
-            self.stream.open(arena)
+        if self.stream is not None:
+            self.stream.open(self.arenas)
 
     def _taken_bytes(self) -> int:
         """Host memory that is ours, the ring left out."""
@@ -220,7 +219,7 @@ class Engine:
             return self._whole
         self._let_leave(roll)
         if self.stream is None:
-            return DeviceSet((), self.threads)
+            return DeviceSet((), self.threads)  # nothing is bound yet, for want of gradients
         items = collect(roll, self.stream.placeholders(roll.params))
         found = StoreSet(items, [self._place_of[id(g.param)] for g in items], self.stream)
         if len(items) == len(roll.params):
@@ -235,11 +234,14 @@ class Engine:
 
     def _let_leave(self, roll: Roll) -> None:
         """Gradients that are still in `.grad`, or in incomplete buckets, leave."""
+        if self.stream is not None:
+            self.stream.take_back()
         here = collect(roll, self.stream.placeholders(roll.params) if self.stream else None)
         if any(g.value is not None for g in here):
             self.bind_trainable()
             self.bind(g.param for g in here)
         if self.stream is not None:
+            self.stream.open(self.arenas)  # an interrupt may have come right after binding
             self.stream.flush()
 
     def step(self, groups: Sequence[Mapping[str, Any]], found: GradientSet, factor: Factor) -> None:
@@ -352,9 +354,11 @@ class Engine:
             self._check_undelivered()
             with self.meter.waiting():
                 assert self._pipeline is not None and self.meter.current is not None
-                delivered = self._delay.end()
+                self._delay.delivering = True  # an interrupt from here on: it is delivered once more
+                delivered = self._delay.pending
                 self._deliver(delivered)
                 self._pipeline.submit(StepWork((), (), delivered), self.meter.current)
+                self._delay.end()
                 self._pipeline.wait_all()
 
     def _wait_step(self) -> None:

@@ -99,6 +99,7 @@ class Streams(Protocol):
     version: int
 
     def sums(self, params: Iterable[tuple[int, int]]) -> list[float]: ...
+    def renewed(self, p: Tensor) -> int: ...
 
 
 class StoreSet:
@@ -128,8 +129,10 @@ class StoreSet:
         return len(memory[1]) == len(self.items) and all(g.param is p.param for g, p in zip(self.items, memory[1]))
 
     def overlaps(self, memory: object) -> bool:
-        remembered = {id(g.param) for g in memory[1]} if isinstance(memory, tuple) else set()
-        return any(id(g.param) in remembered for g in self.items)
+        if not isinstance(memory, tuple):
+            return False
+        remembered = {id(g.param) for g in memory[1]}
+        return any(id(g.param) in remembered and self._stream.renewed(g.param) <= memory[0] for g in self.items)
 
 
 def collect(roll: Roll, placeholders: Sequence[Tensor | None] | None = None) -> list[Gradient]:

@@ -119,7 +119,8 @@ class Pipeline:
         self._wake()
 
     def put(self, job: Job) -> None:
-        """Hand over another job."""
+        """Hand over another job, after a step that an interrupt kept from being told of."""
+        self._wake()
         self._jobs.put(job)
 
     def call(self, function: Callable[[], None], what: str) -> None:
@@ -154,15 +155,20 @@ class Pipeline:
             StateError: the step failed; its cause is chained.
             WaitTimeout: nothing moved for `timeout_s` seconds: a slow step that goes on is not cut off.
         """
-        assert self._step is not None
         step = self._step
+        if step is None:
+            self.wait_all()
+            return
         self._wait(lambda: len(step.events) > k, _name(step, k))
         self._join(step, k)
 
     def wait_all(self) -> None:
         """Wait until the running step, if any, has ended and its weights are on the device. Raises as `wait_bucket`."""
         step = self._step
-        if step is not None:
+        if step is None:
+            if self._failure.error is not None:
+                raise _failed(self._failure.error) from self._failure.error
+        else:
             self._wait(lambda: step.ended, _name(step, len(step.events)))
             self._join(step, len(step.events) - 1)
 

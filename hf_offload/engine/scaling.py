@@ -53,10 +53,10 @@ class PendingScale:
     def measure(self, grads: GradientSet) -> float:
         """The norm of the unscaled gradients, computed once; anything pending for older gradients is dropped."""
         if not self._matches(grads):
+            norm, memory = grads.norm(), grads.remember()
             self.clear()
-            self._memory = grads.remember()
-            self._scaled_norm = grads.norm()
-            self.norm = self._scaled_norm
+            self.norm = self._scaled_norm = norm
+            self._memory = memory  # last: an interrupted wait for the gradients leaves nothing pending
         assert self.norm is not None
         return self.norm
 

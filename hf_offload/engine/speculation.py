@@ -109,6 +109,8 @@ class Speculation:
         Raises:
             ConfigError: the shadow has no room for one bucket.
         """
+        if any(number == arena.number for number, _ in self._slots):
+            return  # an interrupt fell right after
         for k, bucket in enumerate(arena.plan.buckets):
             need = Slot.bytes_for(bucket.numel, bucket.itemsize)
             if self.nbytes + need > self._shadow_bytes:
@@ -137,7 +139,10 @@ class Speculation:
         arena = store.arena
         bucket, slot = arena.plan.buckets[k], self._slots[arena.number, k]
         begin = time.perf_counter()
-        rows = basis.rows.table(basis.groups[arena.number], arena.steps + 1, arena.bucket_params[k])
+        try:
+            rows = basis.rows.table(basis.groups[arena.number], arena.steps + 1, arena.bucket_params[k])
+        except (ArithmeticError, ValueError, TypeError):
+            return  # settings that have become impossible: `step()` says so
         now = arena.state_of(k)
         state = slot.state if now is arena.home_of(k) else arena.home_of(k)
         weights = slot.weights.view(NUMPY_WIRE[bucket.wire])

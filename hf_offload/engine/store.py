@@ -62,7 +62,8 @@ class GradientStore:
         return self._memory[start : start + numel * WIRE_ITEMSIZE[held]].view(NUMPY_WIRE[held])
 
     def receive(self, k: int, slot: np.ndarray, spots: Sequence[int], adds: Sequence[bool]) -> None:
-        """Take the pieces `spots` of bucket k from `slot` (wire[numel]); `adds`: to what is there, or instead of it."""
+        """Take the pieces `spots` of bucket k from `slot` (wire[numel]); `adds`, for each
+        piece of the bucket: to what is there, or instead of it."""
         bucket, held = self.arena.plan.buckets[k], self.held[k]
         for first, last, add in _runs(spots, adds):
             low = bucket.pieces[first].offset
@@ -132,7 +133,8 @@ def _layout(arena: Arena, held: Sequence[str]) -> tuple[list[int], int]:
 def _runs(spots: Sequence[int], adds: Sequence[bool]) -> list[tuple[int, int, bool]]:
     """Neighbouring spots of one kind as (first, last, adds)."""
     runs: list[tuple[int, int, bool]] = []
-    for spot, add in zip(spots, adds):
+    for spot in spots:
+        add = adds[spot]
         if runs and runs[-1][1] == spot - 1 and runs[-1][2] == add:
             runs[-1] = (runs[-1][0], spot, add)
         else:

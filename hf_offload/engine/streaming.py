@@ -39,9 +39,10 @@ class Tap:
         lent: the placeholder was taken away so that autograd makes a new gradient, which is to be added.
         plain: whether the parameter's memory is contiguous.
         nbytes: bytes of one gradient.
+        kind: dtype, shape and device of the parameter.
     """
 
-    __slots__ = ("lent", "nbytes", "placeholder", "places", "plain")
+    __slots__ = ("kind", "lent", "nbytes", "placeholder", "places", "plain")
 
     def __init__(self, p: Tensor, placeholder: StreamedGradient) -> None:
         self.placeholder = placeholder
@@ -49,6 +50,7 @@ class Tap:
         self.lent = False
         self.plain = p.is_contiguous()
         self.nbytes = p.numel() * p.element_size()
+        self.kind = p.dtype, p.shape, p.device
 
 
 class Held:
@@ -71,9 +73,10 @@ class Inlet:
         missing: how many are not there yet.
         passes: how often the bucket has left complete since the last step.
         expected: how often it did before the last step.
+        renewed: per piece, the stream's version when it last left without being added to what was there.
     """
 
-    __slots__ = ("_every", "_runs", "adds", "arena", "expected", "grads", "index", "missing", "passes")
+    __slots__ = ("_every", "_runs", "adds", "arena", "expected", "grads", "index", "missing", "passes", "renewed")
 
     def __init__(self, arena: int, index: int, bucket: Bucket) -> None:
         size = bucket.itemsize
@@ -82,6 +85,7 @@ class Inlet:
         self._every = list(range(len(bucket.pieces)))
         self.passes = 0
         self.expected = 1
+        self.renewed = [0] * len(self._runs)
         self.empty()
 
     def empty(self) -> None:
@@ -186,6 +190,7 @@ class GradientStream:
         version: counts what changes the gradients: two equal readings, and they are the same.
         taken: bytes of gradients that were ever taken.
         peak: the most bytes of gradients the device held for us at one time.
+        lending: whether placeholders were taken away for a backward that has not ended, or that failed.
         inverse: what the last step's gradients were multiplied by, clipping aside: the guess for the next one.
     """
 
@@ -214,29 +219,42 @@ class GradientStream:
         self._handles: list[Any] = []
         self.taken = 0
         self._group_of: tuple[object, list[np.ndarray]] = (None, [])
-        self._witness: StreamedGradient | None = None
+        self.lending = False
         self._lent_in: int | None = None
         self._free_all_slots()
 
     # ---- setting up
 
-    def open(self, arena: Arena) -> None:
-        """Take the gradients of an arena's parameters from now on."""
-        store = GradientStore(arena, self._accumulate_dtype, self._threads)
+    def open(self, arenas: Sequence[Arena]) -> None:
+        """Take the gradients of the parameters of `arenas`, of those that are new, from now on.
+
+        Raises:
+            ConfigError: the shadow has no room for one bucket.
+        """
+        for arena in arenas[len(self.stores) :]:
+            self._open(arena)
+
+    def _open(self, arena: Arena) -> None:
         if self.shared.speculation is not None:
             self.shared.speculation.reserve(arena)
+        store = GradientStore(arena, self._accumulate_dtype, self._threads)
         inlets = [Inlet(arena.number, k, b) for k, b in enumerate(arena.plan.buckets)]
         taps = [Tap(p, StreamedGradient(p, self)) for p in arena.params]
         for inlet, bucket in zip(inlets, arena.plan.buckets):
             for spot, piece in enumerate(bucket.pieces):
                 taps[piece.param].places.append((inlet, spot))
+        tap_of = {**self._tap_of, **{id(p): (p, tap) for p, tap in zip(arena.params, taps)}}
+        # one statement: an interrupt falls before or after it
+        self.stores, self._inlets, self._taps, self._tap_of = (
+            [*self.stores, store], [*self._inlets, inlets], [*self._taps, taps], tap_of
+        )  # fmt: skip
+        self.basis = None  # it knows nothing of this arena
         me = weakref.ref(self)
-        self.stores.append(store)
-        self._inlets.append(inlets)
-        self._taps.append(taps)
-        for p, tap in zip(arena.params, taps):
-            self._tap_of[id(p)] = p, tap
+        for p, tap in zip(arena.params, taps):  # where an interrupt leaves one without, `flush` finds its gradients
+            asked = p.requires_grad
+            p.requires_grad_(True)  # torch takes no hook of a frozen parameter, which may be unfrozen later
             self._handles.append(p.register_post_accumulate_grad_hook(_hook(me, tap)))
+            p.requires_grad_(asked)
 
     def close(self) -> None:
         for handle in self._handles:
@@ -263,14 +281,16 @@ class GradientStream:
             assert grad is not None
             adds = True
         else:
-            adds = tap.lent and self._still_lent()
+            lent = tap.lent
+            adds = self._still_lent() and lent
             tap.lent = False
-            p.grad = placeholder
-        if grad.layout != torch.strided or grad.dtype != p.dtype or grad.device != p.device:
-            refuse(p, grad)
-        if grad.nbytes != tap.nbytes:
+        if (p.dtype, p.shape, p.device) != tap.kind:
             for store in self.stores:
                 store.arena.check_unchanged(range(len(store.arena.params)))
+        if grad.layout != torch.strided or (grad.dtype, grad.shape, grad.device) != tap.kind:
+            refuse(p, grad)
+        if p.grad is not placeholder:
+            p.grad = placeholder
         if not (tap.plain and grad.is_contiguous()) or grad.is_neg():
             grad = like_layout(grad.resolve_neg(), p)
         self.taken += tap.nbytes
@@ -289,6 +309,9 @@ class GradientStream:
         spots = inlet.spots()
         self.version += 1
         self.peak = max(self.peak, self.taken - self.shared.released)
+        for spot in spots:
+            if not inlet.adds[spot]:
+                inlet.renewed[spot] = self.version
         last = False
         if not inlet.missing:
             inlet.passes += 1
@@ -307,11 +330,11 @@ class GradientStream:
         if self._lent_in == graph_task():
             return
         self.take_back()
+        self.lending, self._lent_in = True, graph_task()  # first: an interrupt may come in the middle of the loop
         for p, tap in self._tap_of.values():
             if tap.placeholder is not into and p.grad is tap.placeholder:
                 p.grad = None
                 tap.lent = True
-        self._witness, self._lent_in = into, graph_task()
         me = weakref.ref(self)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: _take_back(me))  # type: ignore[attr-defined]
 
@@ -321,13 +344,13 @@ class GradientStream:
         Returns:
             False if somebody has dropped all gradients meanwhile; then they have none.
         """
-        if self._witness is None:
+        if not self.lending:
             return True
-        kept = any(p.grad is self._witness for p, _ in self._tap_of.values())
-        self._witness, self._lent_in = None, None
+        kept = any(p.grad is tap.placeholder for p, tap in self._tap_of.values())
+        self.lending, self._lent_in = False, None
         for p, tap in self._tap_of.values():
             if tap.lent:
-                tap.lent = False
+                tap.lent = kept and p.grad is not None and p.grad is not tap.placeholder  # it waits to be taken
                 if p.grad is None and kept:
                     p.grad = tap.placeholder
         return kept
@@ -358,10 +381,15 @@ class GradientStream:
         nobody = None, None
         return [tap.placeholder if tap else None for _, tap in (self._tap_of.get(id(p), nobody) for p in params)]
 
+    def renewed(self, p: Tensor) -> int:
+        """The version when the gradient of `p` was last made anew, not added to; 0 where it never was."""
+        _, tap = self._tap_of[id(p)]
+        return max((inlet.renewed[spot] for inlet, spot in tap.places), default=0)
+
     @property
     def incomplete(self) -> bool:
         """Whether something is still to leave."""
-        return self._witness is not None or not all(inlet.is_empty for inlets in self._inlets for inlet in inlets)
+        return self.lending or not all(inlet.is_empty for inlets in self._inlets for inlet in inlets)
 
     def flush(self) -> bool:
         """Send what did not leave by itself: incomplete buckets, and gradients that somebody put into `.grad`.
@@ -369,16 +397,19 @@ class GradientStream:
         Returns:
             Whether a `.grad` is another now.
         """
-        before = self.version
+        before, by_hand = self.version, False
         self.take_back()
         for p, tap in self._tap_of.values():
             grad = p.grad
             if grad is not None and grad is not tap.placeholder:
                 self.take(tap, p)
+                by_hand = True
         for inlets in self._inlets:
             for inlet in inlets:
                 if not inlet.is_empty:
                     self.send(inlet)
+        if by_hand:
+            self.settle()  # whoever put them there may still write to them
         return self.version != before
 
     def settle(self, then: Callable[[], None] = lambda: None) -> None:
@@ -487,12 +518,16 @@ def _hook(stream: weakref.ref[GradientStream], tap: Tap) -> Callable[[Tensor], N
             return
         grad = p.grad
         if (
-            not simple or grad is placeholder or tap.lent or inlet.grads[spot] is not None  # type: ignore[union-attr]
+            not simple or grad is placeholder or alive.lending or inlet.grads[spot] is not None  # type: ignore[union-attr]
             or grad.nbytes != nbytes or not grad.is_contiguous() or grad.is_neg()  # type: ignore[union-attr]
         ):  # fmt: skip
             alive.take(tap, p)
             return
-        p.grad = placeholder
+        try:
+            p.grad = placeholder
+        except RuntimeError:  # the parameter was converted or resized: `take` says so
+            alive.take(tap, p)
+            return
         alive.taken += nbytes
         inlet.grads[spot] = grad  # type: ignore[union-attr]
         inlet.missing -= 1  # type: ignore[union-attr]

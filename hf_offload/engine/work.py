@@ -151,7 +151,10 @@ class ArenaWork:
 
     def written(self) -> bool:
         """Whether somebody wrote to a weight since `note_weights`."""
-        return any(w is not None and w._version != v for w, v in zip(self.weights, self.weight_versions))
+        return any(
+            w is not None and (w._version != v or p.data_ptr() != at)
+            for w, v, p, at in zip(self.weights, self.weight_versions, self.arena.params, self.weight_pointers)
+        )
 
 
 @dataclass(frozen=True, slots=True)
