@@ -502,8 +502,17 @@ def reference(name: str, mode: str) -> Outcome:
     return run(name, mode if mode == "delayed" else "in_order", disturbed=False)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ALL)
+def cells(names: Any) -> list[Any]:
+    """Every (situation, mode); compilation takes seconds, so only two of its cells are quick."""
+    quick = {("compiled, aot_eager", "overlapped"), ("blocks compiled in place, eager", "speculative")}
+    return [
+        pytest.param(n, m, marks=[pytest.mark.slow] if n in COMPILED and (n, m) not in quick else [], id=f"{n}-{m}")
+        for n in names
+        for m in MODES
+    ]
+
+
+@pytest.mark.parametrize(("name", "mode"), cells(ALL))
 def test_every_weight_is_read_when_it_is_new(name: str, mode: str) -> None:
     found, expected = run(name, mode, disturbed=True), reference(name, mode)
     assert found.losses == expected.losses
@@ -577,8 +586,7 @@ READERS = (reads, edits, syncs, merges, generate)  # they wait for all, or need 
 MUST_OVERLAP = [name for name, s in ALL.items() if s.between not in READERS and s.step is not generation_within]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [n for n in MUST_OVERLAP if n != "evaluation in the middle"])
+@pytest.mark.parametrize(("name", "mode"), cells(n for n in MUST_OVERLAP if n != "evaluation in the middle"))
 def test_the_first_block_runs_while_the_last_weights_are_on_their_way(name: str, mode: str) -> None:
     chosen, hold, data = ALL[name], HoldLast(), batches()
     with contextlib.ExitStack() as stack:
@@ -639,9 +647,10 @@ def test_poison_shows_a_weight_that_is_read_before_its_module_is_called(mode: st
         config = settings(mode, poison=True, bucket_bytes=BUCKET_BYTES, ring_slots=16, **more)
         optimizer = optimizer_of(model, config)
     for step in range(3):
+        optimizer.synchronize()
+        one_backward(model, model, data, step)
         if step == 2:
             hold.close()
-        one_backward(model, model, data, step)
         optimizer.step()
         optimizer.zero_grad()
     if asked:
