@@ -658,10 +658,12 @@ def test_poison_shows_a_weight_that_is_read_before_its_module_is_called(mode: st
         optimizer.synchronize()
     else:
         hold.allow(needed_first(optimizer, model.layers[0]))
-    handle = model.layers[1].register_forward_pre_hook(
-        lambda *args: (seen.append(model.early.item()), hold.release())[0]
-    )
+
+    def look(*args: Any) -> None:
+        seen.append(model.early.item())
+        hold.release()
+
+    model.layers[1].register_forward_pre_hook(look, prepend=True)  # before ours, which waits
     model(next(data))
     assert math.isnan(seen[0]) != asked
-    handle.remove()
     optimizer.close()
