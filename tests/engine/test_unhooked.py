@@ -502,14 +502,23 @@ def reference(name: str, mode: str) -> Outcome:
     return run(name, mode if mode == "delayed" else "in_order", disturbed=False)
 
 
+UNSOLVED = {"last block left out, fused head"}
+"""The tail is awaited after the block that ran last in the first forward, which then does not run."""
+ALL["last block left out, fused head"] = Situation(
+    lambda: Ordered(fused_head=True), step=orders((0, 1, 2), (0, 1)), first=lambda m: m.layers[0]
+)
+
+
+def marks_of(name: str, mode: str) -> list[Any]:
+    if name in UNSOLVED:
+        return [pytest.mark.xfail(strict=True, raises=AssertionError, reason="the bare head is read too early")]
+    quick = {("compiled, aot_eager", "overlapped"), ("blocks compiled in place, eager", "speculative")}
+    return [pytest.mark.slow] if name in COMPILED and (name, mode) not in quick else []
+
+
 def cells(names: Any) -> list[Any]:
     """Every (situation, mode); compilation takes seconds, so only two of its cells are quick."""
-    quick = {("compiled, aot_eager", "overlapped"), ("blocks compiled in place, eager", "speculative")}
-    return [
-        pytest.param(n, m, marks=[pytest.mark.slow] if n in COMPILED and (n, m) not in quick else [], id=f"{n}-{m}")
-        for n in names
-        for m in MODES
-    ]
+    return [pytest.param(n, m, marks=marks_of(n, m), id=f"{n}-{m}") for n in names for m in MODES]
 
 
 @pytest.mark.parametrize(("name", "mode"), cells(ALL))
@@ -583,7 +592,9 @@ def needed_first(optimizer: OffloadAdam, module: nn.Module) -> int:
 
 
 READERS = (reads, edits, syncs, merges, generate)  # they wait for all, or need all
-MUST_OVERLAP = [name for name, s in ALL.items() if s.between not in READERS and s.step is not generation_within]
+MUST_OVERLAP = [
+    n for n, s in ALL.items() if s.between not in READERS and s.step is not generation_within and n not in UNSOLVED
+]
 
 
 @pytest.mark.parametrize(("name", "mode"), cells(n for n in MUST_OVERLAP if n != "evaluation in the middle"))
@@ -637,15 +648,13 @@ class EarlyExit(TinyLM):
         return super().forward(ids) + self.early
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ("overlapped", "streamed", "speculative"))  # synchronizing ends a delay
 @pytest.mark.parametrize("asked", [False, True], ids=["not asked", "asked to wait"])
 def test_poison_shows_a_weight_that_is_read_before_its_module_is_called(mode: str, asked: bool) -> None:
     hold, data, seen = HoldLast(), batches(), []
     with copies(hold):
         model = EarlyExit()
-        more = {"delay_warmup_steps": 0} if mode == "delayed" else {}
-        config = settings(mode, poison=True, bucket_bytes=BUCKET_BYTES, ring_slots=16, **more)
-        optimizer = optimizer_of(model, config)
+        optimizer = optimizer_of(model, settings(mode, poison=True, bucket_bytes=BUCKET_BYTES, ring_slots=16))
     for step in range(3):
         optimizer.synchronize()
         one_backward(model, model, data, step)
