@@ -34,7 +34,7 @@ from hf_offload.engine.streaming import GradientStream
 from hf_offload.engine.taking import take
 from hf_offload.engine.tensors import check_apart
 from hf_offload.engine.units import find_units
-from hf_offload.engine.watch import WeightWatch
+from hf_offload.engine.watch import Left, WeightWatch
 from hf_offload.engine.work import ArenaWork, BucketWork, StepWork, bucket_works
 from hf_offload.errors import ConfigError, StateError, UnsupportedError, explain
 from hf_offload.kernels import cpu
@@ -184,9 +184,9 @@ class Engine:
             self.stream.settle()  # seeding goes through the ring
         with seeded_masters(arena, self.placement.transport, self.threads, self.config.timeout_s):
             places = {id(p): (number, i) for i, p in enumerate(fresh)}
+            left = [*self.watch.left, Left(fresh)]
             # one statement: an interrupt falls before or after it
-            self.arenas, self._place_of = [*self.arenas, arena], {**self._place_of, **places}
-        self.watch.add(arena)
+            self.arenas, self._place_of, self.watch.left = [*self.arenas, arena], {**self._place_of, **places}, left
         if self.stream is not None:
             self.stream.open(self.arenas)
 

@@ -118,7 +118,6 @@ class _Drop:
         last: bool,
     ) -> None:  # fmt: skip
         self.taken = False
-        self.ended = False
         self._shared = stream.shared
         self._free = stream.shared.free
         self._store = store
@@ -162,7 +161,6 @@ class _Drop:
 
     def end(self) -> None:
         self._grads = ()
-        self.ended = True
 
 
 class _Shared:
@@ -306,6 +304,9 @@ class GradientStream:
 
     def send(self, inlet: Inlet) -> None:
         """Start the copy of what a bucket has; where the ring has no free slot, wait for one."""
+        if self._torn:
+            self.settle()  # an interrupt fell into the last call: its slot belongs to nobody
+        self._torn = True
         spots = inlet.spots()
         self.version += 1
         self.peak = max(self.peak, self.taken - self.shared.released)
@@ -322,8 +323,8 @@ class GradientStream:
         event = self._transport.to_host(inlet.segments(spots), slot, self._transport.mark())
         job = _Drop(self, self.stores[inlet.arena], inlet, spots, slot, event, last)
         inlet.empty()
-        self._flying.append(job)
         self._pipeline.put(job)
+        self._torn = False
 
     def accumulating(self, into: StreamedGradient) -> None:
         """Autograd adds to a placeholder, which is slow: for the rest of this backward take all the others away."""
@@ -361,18 +362,11 @@ class GradientStream:
         return self._lent_in == graph_task() or self.take_back()
 
     def _slot(self, inlet: Inlet) -> int:
-        flying = self._flying
-        while flying and flying[0].ended:
-            flying.popleft()
-        if self._pipeline.failed:
-            self._pipeline.wait_until(lambda: True, "")  # raises
-        if not self.shared.free:
+        free = self.shared.free
+        if not free or self._pipeline.failed:
             with self.meter.waiting("a slot of the ring"):
-                what = f"a free slot for the gradients of bucket {inlet.index}"
-                self._pipeline.wait_until(lambda: self.shared.free or all(job.ended for job in flying), what)
-            if not self.shared.free:  # all are lost: interrupts fell between the taking of a slot and its copy
-                self._free_all_slots()
-        return self.shared.free.popleft()
+                self._pipeline.wait_until(lambda: free, f"a free slot for the gradients of bucket {inlet.index}")
+        return free.popleft()
 
     # ---- between backward and step, on the training thread
 
@@ -421,6 +415,7 @@ class GradientStream:
         with self.meter.waiting("gradients"):
             self._pipeline.call(then, "gradients on their way to the host")
         self._free_all_slots()  # after an interrupt in a hook some may belong to nobody
+        self.taken = self.shared.released + sum(g.nbytes for g in self._waiting())
 
     def sums(self, params: Iterable[tuple[int, int]]) -> list[float]:
         """The sum of squares of each gradient, by (arena, index). Waits for all of them."""
@@ -462,8 +457,12 @@ class GradientStream:
                 inlet.passes = 0
                 if not inlet.is_empty:
                     inlet.empty()
-        if all(job.ended for job in self._flying):
-            self.taken = self.shared.released
+
+    def _waiting(self) -> list[Tensor]:
+        """The gradients that wait in incomplete buckets, each once."""
+        held = (grad for inlets in self._inlets for inlet in inlets for grad in inlet.grads)
+        grads = [h.grad if isinstance(h, Held) else h for h in held if h is not None]
+        return list({id(g): g for g in grads}.values())
 
     def step_taken(self, inverse: float, clipped: bool) -> None:
         """At `step()`: learn for the next guess.
@@ -500,7 +499,7 @@ class GradientStream:
     def _free_all_slots(self) -> None:
         """A new list: a copy that an interrupt left behind gives its slot back to the old one."""
         self.shared.free = deque(range(len(self._transport.down)))
-        self._flying: deque[_Drop] = deque()
+        self._torn = False
 
 
 def _hook(stream: weakref.ref[GradientStream], tap: Tap) -> Callable[[Tensor], None]:

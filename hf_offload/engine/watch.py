@@ -10,31 +10,30 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from hf_offload.engine.arena import Arena
 from hf_offload.engine.checksum import checksum
 
 
 class WeightWatch:
-    """Remembers how each weight with state was left by the last step."""
+    """Remembers how each weight with state was left by the last step.
+
+    Attributes:
+        left: for each arena, how its weights were left.
+    """
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._left: list[_Left] = []
+        self.left: list[Left] = []
         self._checksums: dict[int, int] = {}  # by the parameter's id
         self._all_suspect = False
 
-    def add(self, arena: Arena) -> None:
-        """The weights of the next arena are as our own step would leave them."""
-        self._left.append(_Left(arena.params))
-
     def note(self, arena: int, indices: Iterable[int] | None = None) -> None:
         """These weights of an arena (None: all) are now as our own step leaves them."""
-        self._left[arena].read(indices)
+        self.left[arena].read(indices)
 
     def arm(self) -> None:
         """Somebody outside can reach the weights from now on: remember their checksums until the next step."""
         if not self._checksums:
-            self._checksums = {id(p): checksum(p, self._threads) for left in self._left for p in left.params}
+            self._checksums = {id(p): checksum(p, self._threads) for left in self.left for p in left.params}
 
     def suspect_all(self) -> None:
         self._all_suspect = True
@@ -44,7 +43,7 @@ class WeightWatch:
 
         Asked once a step.
         """
-        found = [(number, self._suspects_of(left)) for number, left in enumerate(self._left)]
+        found = [(number, self._suspects_of(left)) for number, left in enumerate(self.left)]
         return [(number, indices) for number, indices in found if indices]
 
     def settled(self) -> None:
@@ -52,7 +51,7 @@ class WeightWatch:
         self._all_suspect = False
         self._checksums = {}
 
-    def _suspects_of(self, left: _Left) -> list[int]:
+    def _suspects_of(self, left: Left) -> list[int]:
         if self._all_suspect:
             return list(range(len(left.params)))
         seen = zip(left.params, left.versions, left.addresses)
@@ -67,7 +66,7 @@ class WeightWatch:
         return self._checksums.get(id(p)) != checksum(p, self._threads)
 
 
-class _Left:
+class Left:
     """Version counters and addresses of the weights of one arena."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:

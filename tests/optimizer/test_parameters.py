@@ -343,7 +343,7 @@ def test_a_parameter_that_moves_to_another_device_after_its_state_was_made_is_re
     optimizer = offload(params)
     train(optimizer, params, [0])
     (arena,) = optimizer.engine.arenas
-    optimizer.engine.watch._left[0].addresses[1] = 0  # it would have another address there
+    optimizer.engine.watch.left[0].addresses[1] = 0  # it would have another address there
     arena._layouts[1] = (torch.device("cuda:0"), *arena._layouts[1][1:])  # there is no second device here to move to
     give(params, gradients(1, params))
     with pytest.raises(StateError, match=r"\(6,\), float32 on cuda:0=.*on cpu'.*device.*changed.*move"):
