@@ -219,6 +219,7 @@ class GradientStream:
         self._group_of: tuple[object, list[np.ndarray]] = (None, [])
         self.lending = False
         self._lent_in: int | None = None
+        self._torn = False
         self._free_all_slots()
 
     # ---- setting up
