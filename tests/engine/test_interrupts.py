@@ -56,7 +56,7 @@ def taken(optimizer: OffloadAdam) -> int:
     return counts.pop() if counts else 0
 
 
-@pytest.fixture(params=["in_order", "overlapped", "streamed", "speculative"])
+@pytest.fixture(params=["in_order", "overlapped", "streamed", pytest.param("speculative", marks=pytest.mark.slow)])
 def schedule(request: pytest.FixtureRequest) -> str:
     return request.param
 

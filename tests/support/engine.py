@@ -220,8 +220,10 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def state(optimizer: OffloadAdam) -> dict[str, Tensor]:
+    """State of the parameters that were ever stepped: one may be bound already at a clip that no step followed."""
     saved = optimizer.state_dict()["state"]
-    return {f"{i}.{k}": torch.as_tensor(v).clone() for i, entry in saved.items() for k, v in entry.items()}
+    stepped = {i: entry for i, entry in saved.items() if float(entry["step"]) > 0}
+    return {f"{i}.{k}": torch.as_tensor(v).clone() for i, entry in stepped.items() for k, v in entry.items()}
 
 
 def settings(schedule: str, **more: Any) -> OffloadConfig:
