@@ -91,7 +91,8 @@ def test_the_variants_are_what_they_are_called(done: tuple[int, dict[str, Any]])
     for name, engine in engines.items():
         need = sum(engine["host_bytes"].values())
         assert VARIANTS[name].host_bytes(params) == need
-        assert engine["steps_seen"] == 2 and 0 <= engine["hidden_fraction"] <= 1
+        # figures are read once a step, of the last one that has ended: two may end between two readings
+        assert 1 <= engine["steps_seen"] <= 2 and 0 <= engine["hidden_fraction"] <= 1
 
 
 def test_all_variants_train_the_same_model(done: tuple[int, dict[str, Any]]) -> None:

@@ -79,9 +79,12 @@ def test_bf16_training_is_a_loop_with_fp32_masters_by_hand(
 ) -> None:
     if by == "environment":
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    trainer = lab.trainer(kind=InTheirOrder, bf16=by == "flag", weight_decay=0.1, max_grad_norm=0.5, max_steps=8)
+    # Six steps: torch's AdamW rounds otherwise than ours in the last digit, and sooner or later a bf16 weight falls the
+    # other way. On a CPU without AVX-512 it does before the eighth step, which moves that step's norm by 0.5 %.
+    steps = 6
+    trainer = lab.trainer(kind=InTheirOrder, bf16=by == "flag", weight_decay=0.1, max_grad_norm=0.5, max_steps=steps)
     trainer.train()
-    losses, norms = by_hand(lab, 8, 0.5)
+    losses, norms = by_hand(lab, steps, 0.5)
     logged = tools.history(trainer, "loss", "grad_norm")
     torch.testing.assert_close(torch.tensor(logged), torch.tensor(list(zip(losses, norms))), rtol=2e-3, atol=1e-3)
 
