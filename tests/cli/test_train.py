@@ -168,6 +168,7 @@ def test_a_failure_in_training_is_exit_code_1_and_ends_the_threads(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)  # bf16 without AVX-512 takes several times as long
 def test_the_quickstart_as_it_ships(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["train", "quickstart", "--output-dir", str(tmp_path)])
     assert result.exit_code == 0, result.output
