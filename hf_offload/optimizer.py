@@ -18,6 +18,7 @@ from hf_offload.engine.gradients import Gradient
 from hf_offload.engine.hyper import check_group
 from hf_offload.engine.scaling import Factor, PendingScale
 from hf_offload.engine.stats import Stats
+from hf_offload.engine.streamed_gradient import StreamedGradient
 from hf_offload.engine.tensors import check_parameter
 from hf_offload.errors import ConfigError, StateError, UnsupportedError, explain
 from hf_offload.state import LiveEntry, load, plain_entry, shows
@@ -140,6 +141,9 @@ class OffloadAdam(torch.optim.Optimizer):
         if self._engine is not None and not set_to_none:
             self._engine.wait_gradients()
             if self._engine.zero_gradients():
+                for p in self._parameters():  # unfrozen or added since: not streamed yet
+                    if p.grad is not None and not isinstance(p.grad, StreamedGradient):
+                        p.grad = p.grad.detach().zero_()
                 return
         super().zero_grad(set_to_none)
         if self._engine is not None and self._engine.stream is not None:
