@@ -819,3 +819,23 @@ def test_del_in_the_middle_of_a_backward_leaves_nothing() -> None:
     model.zero_grad()
     model(0, 1, 2, 3).backward()
     assert model.items[0].grad.norm() > 0, "an ordinary gradient again"
+
+
+def test_zeroing_in_place_reaches_a_parameter_that_was_unfrozen_since() -> None:
+    """Its gradient is still an ordinary one: it was never bound, so it has no hook."""
+    outcomes = []
+    for mode in ("in_order", "streamed"):
+        model, data = TinyLM(), batches()
+        frozen = model.embed.weight
+        frozen.requires_grad_(False)
+        optimizer = optimizer_of(model, settings(mode))
+        for _ in range(2):
+            model(next(data)).backward()
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            frozen.requires_grad_(True)
+        optimizer.synchronize()
+        outcomes.append(weights(model))
+        optimizer.close()
+    assert same(*outcomes)
