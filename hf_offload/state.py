@@ -56,7 +56,8 @@ class LiveEntry(dict[str, Tensor]):
         return super().values()
 
     def __reduce__(self) -> Any:
-        return dict, (plain_entry(self),)
+        self._settle()
+        return dict, (dict(self),)
 
 
 def _edits(name: str) -> Any:
@@ -72,11 +73,8 @@ for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem"
 
 
 def plain_entry(entry: Any) -> Any:
-    """The entry as a plain dict, which every reader of a checkpoint knows."""
-    if not isinstance(entry, LiveEntry):
-        return entry
-    entry._settle()
-    return dict(entry)
+    """The entry as a plain dict, which every reader of a checkpoint knows. The state must have been settled."""
+    return dict(entry) if isinstance(entry, LiveEntry) else entry
 
 
 def shows(entry: Any, views: Mapping[str, Tensor]) -> bool:

@@ -69,14 +69,13 @@ class Arena:
         """From now on `state` is the bucket's."""
         self._places[bucket] = state
 
-    def bring_home(self) -> bool:
-        """Copy what is elsewhere back into the flat arrays. Returns whether there was anything."""
+    def bring_home(self) -> None:
+        """Copy what is elsewhere back into the flat arrays."""
         away = [k for k, (place, home) in enumerate(zip(self._places, self._home)) if place is not home]
         for k in away:
             for to, source in zip(self._home[k], self._places[k]):
                 to[:] = source
         self._places = list(self._home)
-        return bool(away)
 
     def weights_of(self, indices: Sequence[int]) -> tuple[list[Tensor | None], list[int]]:
         """Aliases of the memory that these parameters have now, and its addresses; None and 0 for all others.

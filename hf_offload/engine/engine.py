@@ -88,7 +88,7 @@ class Engine:
         self._may_be_kept: list[ArenaWork] = []  # whose gradients nobody may have dropped yet
         self._skipped = 0
         self._peak_gradient_bytes = 0
-        self._closed = self._closing = False
+        self._closed = False
 
     # ---- what is known before a step
 
@@ -350,7 +350,7 @@ class Engine:
     def wait_all(self) -> None:
         """Return when no step is under way, no update is pending, and the weights are on the device."""
         self._wait_step()
-        if self._delay is not None and self._delay.pending and not self._closing:
+        if self._delay is not None and self._delay.pending and not self._closed:
             self._check_undelivered()
             with self.meter.waiting():
                 assert self._pipeline is not None and self.meter.current is not None
@@ -538,7 +538,7 @@ class Engine:
                 self.wait_all()  # delayed: the pending update, too
                 self.settle_state()
         finally:
-            self._closed = self._closing = True
+            self._closed = True
             self._release()
         self.wait_all()  # there is nothing to wait for; it raises what the last step may have left behind
 

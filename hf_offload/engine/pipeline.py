@@ -176,10 +176,6 @@ class Pipeline:
         """Wait for something that the step's thread makes true. Raises as `wait_bucket`."""
         self._wait(lambda: bool(reached()), what)
 
-    def ring(self) -> None:
-        """On the step's thread: something that may be waited for has become true."""
-        self._bell.ring()
-
     def close(self) -> None:
         """End the thread, after the jobs it was given. An interrupted close can be called again."""
         self._wake()

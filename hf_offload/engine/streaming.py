@@ -386,13 +386,9 @@ class GradientStream:
         """Whether something is still to leave."""
         return self.lending or not all(inlet.is_empty for inlets in self._inlets for inlet in inlets)
 
-    def flush(self) -> bool:
-        """Send what did not leave by itself: incomplete buckets, and gradients that somebody put into `.grad`.
-
-        Returns:
-            Whether a `.grad` is another now.
-        """
-        before, by_hand = self.version, False
+    def flush(self) -> None:
+        """Send what did not leave by itself: incomplete buckets, and gradients that somebody put into `.grad`."""
+        by_hand = False
         self.take_back()
         for p, tap in self._tap_of.values():
             grad = p.grad
@@ -405,7 +401,6 @@ class GradientStream:
                     self.send(inlet)
         if by_hand:
             self.settle()  # whoever put them there may still write to them
-        return self.version != before
 
     def settle(self, then: Callable[[], None] = lambda: None) -> None:
         """Wait until every gradient that left is in the store; `then()` is called on the step's thread.

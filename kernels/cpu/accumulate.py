@@ -6,15 +6,19 @@ import numba
 
 from hf_offload.kernels.cpu import jit
 from hf_offload.kernels.cpu.bits import enter_ieee, leave_ieee, narrow_as, one_nan, widen_one
+from hf_offload.kernels.cpu.cast import widen
 from hf_offload.kernels.cpu.wire import Array, as_wire
 
 
 def put(src: Array, dst: Array, wire: str, held: str, threads: int) -> None:
-    """dst (held[n]) = src (wire[n]): the same bits where both are one format, widened where `held` is float32.
+    """dst (held[n]) = src (wire[n]): the same bits where both are one format, else widened, `held` being float32.
 
     Raises as `adam_step`.
     """
-    _run(_put_range, _put_parallel, src, dst, wire, held, threads)
+    if wire == held:
+        _run(_copy_range, _copy_parallel, src, dst, wire, held, threads)
+    else:
+        widen(src, dst, wire, threads)
 
 
 def add(src: Array, dst: Array, wire: str, held: str, threads: int) -> None:
@@ -31,22 +35,16 @@ def _run(body, driver, src: Array, dst: Array, wire: str, held: str, threads: in
 
 
 @jit.kernel
-def _put_range(src, dst, lo, hi):  # type: ignore[no-untyped-def]
-    mode = enter_ieee()
+def _copy_range(src, dst, lo, hi):  # type: ignore[no-untyped-def]
     src, dst = src[lo:hi], dst[lo:hi]
-    if src.dtype == dst.dtype:  # decided when compiled: bits are moved as they are, a NaN's too
-        for i in range(src.size):
-            dst[i] = src[i]
-    else:
-        for i in range(src.size):
-            dst[i] = narrow_as(dst[i], widen_one(src[i]))
-    leave_ieee(mode)
+    for i in range(src.size):
+        dst[i] = src[i]
 
 
 @jit.parallel_kernel
-def _put_parallel(src, dst, tasks):  # type: ignore[no-untyped-def]
+def _copy_parallel(src, dst, tasks):  # type: ignore[no-untyped-def]
     for t in numba.prange(tasks):
-        _put_range(src, dst, jit.share(src.size, t, tasks), jit.share(src.size, t + 1, tasks))
+        _copy_range(src, dst, jit.share(src.size, t, tasks), jit.share(src.size, t + 1, tasks))
 
 
 @jit.kernel

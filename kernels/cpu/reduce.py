@@ -59,23 +59,26 @@ def sums_of_squares(x: Array, blocks: Blocks, wire: str, threads: int) -> Array:
     tree = np.zeros((int(blocks.first_chunk[-1]), CHUNK // BLOCK), dtype=np.float64)
     arrays = (bits, blocks.starts, blocks.ends, blocks.leaves, tree.reshape(-1))
     jit.run(_blocks_range, _blocks_parallel, arrays, len(blocks.starts), threads, parallel_from=4)
-    while tree.shape[1] > 1:
-        half = tree.shape[1] // 2
-        tree = tree[:, :half] + tree[:, half:]
+    chunks = _chunk_sums(tree)
     sums = np.zeros(blocks.pieces)
     for n in range(int(blocks.chunks.max(initial=0))):  # chunk after chunk, all pieces at once
         has = blocks.chunks > n
-        sums[has] += tree[blocks.first_chunk[:-1][has] + n, 0]
+        sums[has] += chunks[blocks.first_chunk[:-1][has] + n]
     return sums
+
+
+def _chunk_sums(tree: Array) -> Array:
+    """float64[chunks, blocks of a chunk] to float64[chunks], pairwise."""
+    while tree.shape[1] > 1:
+        half = tree.shape[1] // 2
+        tree = tree[:, :half] + tree[:, half:]
+    return tree[:, 0]
 
 
 def sum_of_blocks(tree: Array) -> float:
     """float64[chunks, blocks of a chunk] to one sum: pairwise inside a chunk, then chunk after chunk."""
-    while tree.shape[1] > 1:
-        half = tree.shape[1] // 2
-        tree = tree[:, :half] + tree[:, half:]
     total = 0.0
-    for chunk in tree[:, 0].tolist():
+    for chunk in _chunk_sums(tree).tolist():
         total += chunk
     return total
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_offload import OffloadAdam, OffloadConfig
-from hf_offload.errors import ConfigError, StateError, UnsupportedError, WaitTimeout
+from hf_offload.errors import ConfigError, HostMemoryError, StateError, UnsupportedError, WaitTimeout
 from support.engine import (
     LONG,
     STREAMED,
@@ -839,3 +839,27 @@ def test_zeroing_in_place_reaches_a_parameter_that_was_unfrozen_since() -> None:
         outcomes.append(weights(model))
         optimizer.close()
     assert same(*outcomes)
+
+
+@pytest.mark.parametrize("cap", [None, 10**6])
+def test_a_shadow_that_does_not_fit_is_refused_by_its_name(cap: int | None) -> None:
+    """Against the machine's memory, and against the user's own cap."""
+    shadow = 1 << 50 if cap is None else cap
+    message = rf"^shadow_bytes={shadow}: everything else fits.*Lower shadow_bytes"
+    with pytest.raises(HostMemoryError, match=message) as e:
+        optimizer_of(TinyLM(), settings("streamed", shadow_bytes=shadow, max_host_bytes=cap))
+    assert "gradient store" in str(e.value) and "\n  shadow" in str(e.value)
+    optimizer_of(TinyLM(), settings("streamed", shadow_bytes=5000, max_host_bytes=10**6)).close()
+
+
+def test_saving_the_state_settles_it_once_and_not_once_a_parameter() -> None:
+    model, data = TinyLM(), batches()
+    optimizer = optimizer_of(model, settings("speculative"))
+    model(next(data)).backward()
+    optimizer.step()
+    calls = []
+    real = optimizer.engine.settle_state
+    optimizer.engine.settle_state = lambda: (calls.append(1), real())[1]
+    saved = optimizer.state_dict()["state"]
+    assert len(calls) == 1 and all(type(entry) is dict for entry in saved.values())
+    optimizer.close()
