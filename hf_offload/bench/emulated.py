@@ -1,13 +1,12 @@
 """An emulated device: a model that waits instead of computing, so that a host without a GPU can show what hides.
 
-Each module sleeps, without the GIL, from the moment Python calls it until its time is over. On a GPU Python launches
-kernels ahead of the device, so a little Python between two modules costs nothing there; here all of it, the engine's
-hooks and waits above all, lengthens the step. That errs against the engine.
+Python fills a GPU's queue ahead of the device. So it does here: each module is put into the device's queue and begins
+when the one before has ended, but not before Python got there; Python goes on `AHEAD_S` before the end of what it has
+queued, sleeping, without the GIL. A hook that waits for weights keeps Python from queueing the next module, and the
+device stands idle once it has done the rest. Copies wait for the device as a CUDA stream waits for an event.
 
-One thing is not charged: that the system wakes the sleeping thread late, because other threads hold the cores. A GPU
-works through its queue meanwhile. So the next module counts from the moment the thread should have been woken, unless
-somebody held it up before its forward: then it counts from when it was let go, since it may not run before its weights
-are there. At the start of a step nothing is carried over.
+Before each `step()` the training loop waits for the device, as it does where a loss or a norm is read. From there until
+the next forward is queued the device is idle: all that the training thread does in `step()` is charged.
 
 Weights and gradients are real memory with random values. A gradient is handed to autograd as a fresh alias of a buffer
 that is filled once: autograd takes such a tensor over as `.grad` instead of copying it.
@@ -25,36 +24,33 @@ from torch import Tensor, nn
 EDGE_SHARE = 0.07
 """The embedding's share of all parameters, and the head's."""
 
+AHEAD_S = 2e-3
+"""Seconds before the device has done what is queued at which Python goes on: so much of its own work hides. A GPU's
+queue holds about a thousand kernels, often a whole step."""
 
-HELD_UP_S = 100e-6
-"""Seconds off the processor before a module's forward from which on it counts as held up."""
 
-
-class Clock:
-    """The emulated device's time.
-
-    Attributes:
-        late_seconds: by how much the system woke the thread too late, in all.
-    """
+class Device:
+    """The emulated device's queue."""
 
     def __init__(self) -> None:
-        self.late_seconds = 0.0
-        self._owed = 0.0
+        self._end = 0.0
 
-    def forget(self) -> None:
-        """What the thread was late until now is charged: the next module counts from when it is called."""
-        self._owed = 0.0
+    def end(self) -> float:
+        """When all that was queued will be done, seconds on `time.perf_counter`'s clock."""
+        return self._end
 
     def work(self, seconds: float) -> None:
-        """The device is busy for `seconds`, from now on or from when the thread should have been woken last."""
-        if seconds <= 0:
-            return
-        now = time.perf_counter()
-        end = now - self._owed + seconds
-        time.sleep(max(0.0, end - now))
-        woken = time.perf_counter()
-        self.late_seconds += max(0.0, woken - max(end, now))
-        self._owed = max(0.0, woken - end)
+        """Queue work of so many seconds; returns when Python would go on."""
+        self._end = max(self._end, time.perf_counter()) + seconds
+        self._sleep_until(self._end - AHEAD_S)
+
+    def synchronize(self) -> None:
+        """Wait until all that was queued is done."""
+        self._sleep_until(self._end)
+
+    @staticmethod
+    def _sleep_until(when: float) -> None:
+        time.sleep(max(0.0, when - time.perf_counter()))
 
 
 class Memory:
@@ -89,7 +85,7 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, module: EmulatedModule, *params: Tensor) -> Tensor:
         ctx.module = module
         out = x.clone()
-        module.clock.work(module.forward_s)
+        module.device.work(module.forward_s)
         return out
 
     @staticmethod
@@ -97,7 +93,7 @@ class _Wait(torch.autograd.Function):
         module: EmulatedModule = ctx.module
         passed_on = grads[0] if ctx.needs_input_grad[0] else None
         found = (passed_on, None, *(g.detach() for g in module.gradients))
-        module.clock.work(module.backward_s)
+        module.device.work(module.backward_s)
         return found
 
 
@@ -105,23 +101,21 @@ class EmulatedModule(nn.Module):
     """One module: `forward_s` and `backward_s` seconds of waiting, its own copy of the weights, shared gradients."""
 
     def __init__(
-        self, clock: Clock, weights: Sequence[Tensor], gradients: Sequence[Tensor], forward_s: float, backward_s: float
+        self,
+        device: Device,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        forward_s: float,
+        backward_s: float,
     ) -> None:
         super().__init__()
-        self.clock, self.forward_s, self.backward_s = clock, forward_s, backward_s
+        self.device, self.forward_s, self.backward_s = device, forward_s, backward_s
         self.gradients = list(gradients)
-        self._called = 0.0
         self._flat = [nn.Parameter(w.clone()) for w in weights]
         for i, p in enumerate(self._flat):
             self.register_parameter(f"weight_{i}", p)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        self._called = time.perf_counter() - time.thread_time()
-        return super().__call__(x)  # type: ignore[no-any-return]
-
     def forward(self, x: Tensor) -> Tensor:
-        if time.perf_counter() - time.thread_time() - self._called > HELD_UP_S:
-            self.clock.forget()
         return _Wait.apply(x, self, *self._flat)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -138,11 +132,11 @@ class EmulatedModel(nn.Module):
         self, memory: Memory, block_seconds: tuple[float, float], edge_seconds: tuple[float, float] = (0.0, 0.0)
     ) -> None:
         super().__init__()
-        self.clock = Clock()
+        self.device = Device()
         weights, gradients = memory.split(memory.weights), memory.split(memory.gradients)
         last = len(memory.sizes) - 1
         made = [
-            EmulatedModule(self.clock, w, g, *(edge_seconds if i in (0, last) else block_seconds))
+            EmulatedModule(self.device, w, g, *(edge_seconds if i in (0, last) else block_seconds))
             for i, (w, g) in enumerate(zip(weights, gradients, strict=True))
         ]
         self.embedding = made[0]  # registered in the order in which they run, as the engine's first guess of it
@@ -151,7 +145,6 @@ class EmulatedModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: one element; returns one element, the loss."""
-        self.clock.forget()
         x = self.embedding(x)
         for block in self.blocks:
             x = block(x)

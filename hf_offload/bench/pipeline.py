@@ -178,7 +178,6 @@ class Round:
     Attributes:
         step, main, process: wall, CPU of the training thread, CPU of the process.
         threads: CPU of each of the engine's threads, by name.
-        late: by how much the system woke the emulated device too late.
         engine_exposed: what the optimizer's stats say of its last finished step.
         hits, misses: guesses, counted by the optimizer.
         digest: of the weights after all steps of the round.
@@ -188,7 +187,6 @@ class Round:
     main: float
     process: float
     threads: Mapping[str, float]
-    late: float
     engine_exposed: float = 0.0
     hits: int = 0
     misses: int = 0
@@ -198,10 +196,9 @@ class Round:
 class _Spent:
     """What has been spent so far, to be subtracted: wall, CPU of this thread, of the process, of the engine's."""
 
-    def __init__(self, model: EmulatedModel) -> None:
+    def __init__(self) -> None:
         self.wall, self.main, self.process = time.perf_counter(), time.thread_time(), time.process_time()
         self.threads = thread_seconds()
-        self.late = model.clock.late_seconds
 
     def since(self, start: _Spent, steps: int) -> Round:
         return Round(
@@ -209,7 +206,6 @@ class _Spent:
             main=(self.main - start.main) / steps,
             process=(self.process - start.process) / steps,
             threads={n: (s - start.threads.get(n, 0.0)) / steps for n, s in self.threads.items()},
-            late=(self.late - start.late) / steps,
         )
 
 
@@ -255,13 +251,14 @@ def _train(setting: Setting, model: EmulatedModel, step: Callable[[], None], war
     def steps(count: int) -> None:
         for _ in range(count):
             model(x).backward()
+            model.device.synchronize()
             step()
 
     steps(setting.warmup_steps)
     warm()
-    start = _Spent(model)
+    start = _Spent()
     steps(setting.steps)
-    return _Spent(model).since(start, setting.steps)
+    return _Spent().since(start, setting.steps)
 
 
 def _train_with(
@@ -329,6 +326,7 @@ class _Lab:
         max_norm = None if contender.clip is None else contender.clip * self.norm
         try:
             with OffloadAdam(model.parameters(), config=OffloadConfig(**config), model=model) as optimizer:
+                optimizer.engine.placement.transport.clock = model.device.end  # type: ignore[attr-defined]
                 return _train_with(setting, model, optimizer, max_norm, contender.prepare)
         finally:
             del model

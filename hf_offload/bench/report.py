@@ -30,7 +30,6 @@ def as_json(result: Result) -> dict[str, Any]:
 
     Of each schedule: `exposed_seconds` is `step_seconds` less that of `none`; `main_thread_seconds` the CPU time of the
     training thread less that of `none`; `hidden_fraction` 1 - exposed / (d2h + host_step + h2d), the stages alone;
-    `late_seconds` by how much the system woke the emulated device too late, which is mostly not charged to the step;
     `speculation_hits` and `_misses` are of buckets, in all measured steps (`rounds` x `steps` x `buckets` in all);
     `cpu_seconds` the CPU time of the engine's threads and of the process. A GPU's copy engines would do without the
     d2h and h2d of that.
@@ -71,7 +70,6 @@ def _row_json(name: str, row: Row, stage_seconds: float) -> dict[str, Any]:
         "main_thread_seconds": row.main,
         "bound_hidden_fraction": row.bound_hidden,
         "engine_exposed_seconds": row.median(lambda r: r.engine_exposed),
-        "late_seconds": row.median(lambda r: r.late),
         "round_seconds": [r.step for r in row.rounds],
         "cpu_seconds": {
             "process": row.median(lambda r: r.process),
@@ -155,10 +153,9 @@ def _remarks(result: Result) -> list[str]:
         buckets = sum(map(len, result.stages.units)) * result.setting.steps * result.setting.rounds
         found.append(f"Guesses in all measured steps, of {buckets} buckets: {', '.join(guesses)}.")
     copies = _range([row.median(lambda r: r.threads.get("d2h", 0.0) + r.threads.get("h2d", 0.0)) for row in rows])
-    late = _range([row.median(lambda r: r.late) for row in result.rows.values()])
     found.append(
         f"What remains of the emulation: the copies take {copies} of CPU time a step, which a GPU's copy engines would "
-        f"not, and the emulated device is woken {late} a step too late."
+        "not."
     )
     stages, link = result.stages, result.setting.link_gb_s
     reached = 2 * result.params / max(stages.total("d2h"), stages.total("h2d")) / 1e9

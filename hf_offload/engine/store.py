@@ -8,6 +8,7 @@ import numpy as np
 
 from hf_offload.engine.arena import Arena
 from hf_offload.engine.plan import WIRE_ITEMSIZE
+from hf_offload.engine.squares import Squares
 from hf_offload.engine.tensors import NUMPY_WIRE
 from hf_offload.kernels import cpu
 
@@ -24,7 +25,6 @@ class GradientStore:
 
     Attributes:
         nbytes: what it takes.
-        sums: float64[params], each gradient's sum of squares, where `summed` says that it is known.
     """
 
     def __init__(self, arena: Arena, accumulate_dtype: str, threads: int) -> None:
@@ -42,10 +42,7 @@ class GradientStore:
             for piece in b.pieces:
                 first.setdefault(piece.param, (k, piece.offset))
         self._first = first
-        self.sums = np.zeros(len(arena.params))
-        self.summed = np.zeros(len(arena.params), bool)
-        self._left = arena.piece_counts.copy()
-        self._whole = [_Whole(arena, k) for k in range(len(arena.plan.buckets))]
+        self._squares = Squares(arena, threads)
 
     def of_bucket(self, k: int) -> np.ndarray:
         """held[numel]: the gradients of bucket k."""
@@ -70,53 +67,30 @@ class GradientStore:
             high = bucket.pieces[last].offset + bucket.pieces[last].length
             move = cpu.add if add else cpu.put
             move(slot[low:high], self._of_bucket[k][low:high], bucket.wire, held, self._threads)
-        for spot in spots:
-            self.summed[bucket.pieces[spot].param] = False
+        self._squares.forget(k, [bucket.pieces[spot].param for spot in spots])
 
     def zero(self, params: Sequence[int]) -> None:
         """These gradients become zeros, as `zero_grad(set_to_none=False)` makes them."""
         for i in params:
             if self.arena.specs[i].numel:
                 self.of_param(i)[0][:] = 0
-        self.summed[list(params)] = False
+        self._squares.known[list(params)] = False
 
     def sum_bucket(self, k: int) -> None:
         """After the last micro-batch of bucket k: the sums of squares of the parameters that are now complete."""
-        whole = self._whole[k]
-        if len(whole.params):
-            grads = self._of_bucket[k][whole.low : whole.high]
-            self.sums[whole.params] = cpu.sums_of_squares(grads, whole.blocks, self.held[k], self._threads)
-            self.summed[whole.params] = True
-        for i in whole.parts:
-            self._left[i] -= 1
-            if self._left[i] == 0:
-                self._sum(i)
-                self._left[i] = self.arena.piece_counts[i]
+        for i in self._squares.add(k, self._of_bucket[k], self.held[k]):
+            self._squares.finish(i, *self.of_param(i))
 
     def sum_params(self, params: Sequence[int]) -> None:
         """The sums of squares of `params`, as far as they are not known."""
-        self._left[:] = self.arena.piece_counts
         for i in params:
-            if not self.summed[i]:
-                self._sum(i)
+            if not self._squares.known[i] and self.arena.specs[i].numel:
+                self._squares.sum_whole(i, *self.of_param(i))
 
-    def _sum(self, i: int) -> None:
-        self.sums[i] = cpu.sum_of_squares(*self.of_param(i), self._threads) if self.arena.specs[i].numel else 0.0
-        self.summed[i] = True
-
-
-class _Whole:
-    """The parameters of a bucket that lie in it whole, which are neighbours, and those of which it has a part."""
-
-    def __init__(self, arena: Arena, k: int) -> None:
-        pieces = arena.plan.buckets[k].pieces
-        whole = [p for p in pieces if p.length == arena.specs[p.param].numel]
-        self.params = np.array([p.param for p in whole], np.int64)
-        self.parts = [p.param for p in pieces if p.length != arena.specs[p.param].numel]
-        self.low = whole[0].offset if whole else 0
-        self.high = whole[-1].offset + whole[-1].length if whole else 0
-        bounds = [p.offset - self.low for p in whole] + [self.high - self.low]
-        self.blocks = cpu.Blocks(np.array(bounds, np.int64))
+    @property
+    def sums(self) -> np.ndarray:
+        """float64[params]: the sum of squares of each gradient, after `sum_params`."""
+        return self._squares.sums
 
 
 def _layout(arena: Arena, held: Sequence[str]) -> tuple[list[int], int]:

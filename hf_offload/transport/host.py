@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,31 +23,67 @@ from hf_offload.transport.base import Event, Segment
 from hf_offload.transport.bell import Bell
 
 _ALIGN = 64  # bytes: one cache line, and the widest vector register
+PART_BYTES = 1 << 20
+"""What is moved in one go of gradients: about 0.1 ms of a core."""
+LET_PASS_S = 20e-6
+"""Seconds between two looks whether weights have passed."""
 
 Delay = Callable[[str, int], float]
 """`delay(direction, nbytes) -> seconds` to sleep before a copy; direction is "d2h" or "h2d"."""
+
+
+class _Mover:
+    """What moves the bytes of both directions: one copy at a time, since each takes one of the host's cores, which a
+    GPU's copy engines would not. Weights go first, because the next forward waits for them: gradients move in parts,
+    and between two parts they let weights pass."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # only the lanes' threads take it, which no KeyboardInterrupt reaches
+        self._weights_wait = False
+
+    def up(self, runs: Iterable[tuple[int, int, int]]) -> None:
+        """Copy weights: runs of (to, from, bytes), addresses. Without the GIL."""
+        self._weights_wait = True
+        with self._lock:
+            for to, source, nbytes in runs:
+                ctypes.memmove(to, source, nbytes)
+            self._weights_wait = False
+
+    def down(self, runs: Iterable[tuple[int, int, int]]) -> None:
+        """Copy gradients: the same."""
+        for to, source, nbytes in runs:
+            for at in range(0, nbytes, PART_BYTES):
+                while self._weights_wait:
+                    time.sleep(LET_PASS_S)
+                with self._lock:
+                    ctypes.memmove(to + at, source + at, min(PART_BYTES, nbytes - at))
 
 
 class HostCopy:
     """The `Event` of one copy of a `HostTransport`.
 
     Args:
+        mover: moves the bytes.
         what: its name in messages.
         segments: device memory; held, with its owners, until the copy has ended.
         ring: the slab's slots; held as well.
         slot: which of them it is to or from.
+        after: not before this time on `time.perf_counter`'s clock, seconds.
         down: whether it is from the device.
     """
 
-    __slots__ = ("_bell", "_down", "_ended", "_error", "_held", "_slot", "_span", "nbytes", "what")
+    __slots__ = ("_after", "_bell", "_down", "_ended", "_error", "_held", "_mover", "_slot", "_span", "nbytes", "what")
 
     def __init__(
-        self, what: str, segments: Sequence[Segment], ring: Sequence[np.ndarray], slot: int, down: bool
-    ) -> None:
+        self, mover: _Mover, what: str, segments: Sequence[Segment], ring: Sequence[np.ndarray], slot: int,
+        after: float, down: bool,
+    ) -> None:  # fmt: skip
+        self._mover = mover
         self.what = what
         self.nbytes = sum(s.nbytes for s in segments)
         self._held: tuple[Sequence[Segment], Sequence[np.ndarray]] | None = (segments, ring)
         self._slot = slot
+        self._after = after
         self._down = down
         self._bell = Bell()
         self._ended = False
@@ -80,8 +116,8 @@ class HostCopy:
         Returns:
             The seconds the move itself took.
         """
-        start = time.perf_counter()
-        time.sleep(max(0.0, seconds - moving))
+        start = max(time.perf_counter(), self._after)
+        time.sleep(max(0.0, start + seconds - moving - time.perf_counter()))
         begin = time.perf_counter()
         self._move()
         took = time.perf_counter() - begin
@@ -94,9 +130,10 @@ class HostCopy:
         assert self._held is not None
         segments, ring = self._held
         base = ring[self._slot].ctypes.data
-        for pointer, nbytes, offset, _ in segments:
-            host = base + offset
-            ctypes.memmove(*((host, pointer) if self._down else (pointer, host)), nbytes)  # releases the GIL
+        if self._down:
+            self._mover.down((base + offset, pointer, nbytes) for pointer, nbytes, offset, _ in segments)
+        else:
+            self._mover.up((pointer, base + offset, nbytes) for pointer, nbytes, offset, _ in segments)
 
     def finish(self, error: BaseException | None) -> None:
         self._error = error
@@ -179,6 +216,10 @@ class HostTransport:
         link_gb_s: emulated speed of each direction, 1e9 bytes/s; None: as fast as memory.
         link_latency_us: emulated latency added to each copy, microseconds.
         delay: for tests: seconds to sleep before each copy.
+
+    Attributes:
+        clock: when an emulated device will have done all that it was given until now, seconds on
+            `time.perf_counter`'s clock. Without one it has at once: a CPU does what it is asked for right away.
     """
 
     name = "host"
@@ -198,25 +239,29 @@ class HostTransport:
         views = [slab[i * stride : (i + 1) * stride] for i in range(2 * slots)]
         self.down: Sequence[np.ndarray] = views[:slots]
         self.up: Sequence[np.ndarray] = views[slots:]
+        self.clock: Callable[[], float] = float
+        self._mover = _Mover()
         self._lanes = [_Lane(d, link_gb_s, link_latency_us, delay) for d in ("d2h", "h2d")]
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _stop, self._lanes, self._pid)
         for lane in self._lanes:  # last: an interrupt in here leaves no thread that nobody ends
             lane.start()
 
-    def mark(self) -> Any:
-        return None  # on a CPU whatever was asked for before is already done
+    def mark(self) -> float:
+        return self.clock()
 
     def here(self) -> int:
         return 0
 
     def to_host(self, segments: Sequence[Segment], slot: int, after: Any) -> Event:
         ring = self._open_ring(self.down)
-        return self._lanes[0].submit(HostCopy("the copy of gradients to the host", segments, ring, slot, down=True))
+        what = "the copy of gradients to the host"
+        return self._lanes[0].submit(HostCopy(self._mover, what, segments, ring, slot, after or 0.0, down=True))
 
     def to_device(self, segments: Sequence[Segment], slot: int, after: Any) -> Event:
         ring = self._open_ring(self.up)
-        return self._lanes[1].submit(HostCopy("the copy of weights to the device", segments, ring, slot, down=False))
+        what = "the copy of weights to the device"
+        return self._lanes[1].submit(HostCopy(self._mover, what, segments, ring, slot, after or 0.0, down=False))
 
     def join(self, event: Event, timeout_s: float) -> None:
         event.wait(timeout_s)

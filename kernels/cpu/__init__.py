@@ -7,10 +7,22 @@ from hf_offload.kernels.cpu.accumulate import add, put
 from hf_offload.kernels.cpu.adam import INACTIVE, NUM_COEF, adam_step, adam_step_into, coefficients
 from hf_offload.kernels.cpu.cast import narrow, reseed, widen
 from hf_offload.kernels.cpu.jit import max_threads
-from hf_offload.kernels.cpu.reduce import Blocks, checksum, sum_of_squares, sums_of_squares
+from hf_offload.kernels.cpu.reduce import (
+    BLOCK,
+    CHUNK,
+    LEAVES,
+    Blocks,
+    checksum,
+    sum_blocks,
+    sum_of_squares,
+    sums_of_trees,
+)
 
 __all__ = [
+    "BLOCK",
+    "CHUNK",
     "INACTIVE",
+    "LEAVES",
     "NUM_COEF",
     "Blocks",
     "adam_step",
@@ -22,7 +34,8 @@ __all__ = [
     "narrow",
     "put",
     "reseed",
+    "sum_blocks",
     "sum_of_squares",
-    "sums_of_squares",
+    "sums_of_trees",
     "widen",
 ]

@@ -10,7 +10,7 @@ import math
 import numba
 import numpy as np
 
-from hf_offload.kernels.cpu import jit
+from hf_offload.kernels.cpu import chunks, jit
 from hf_offload.kernels.cpu.bits import enter_ieee, leave_ieee, narrow_as, one_nan, widen_one
 from hf_offload.kernels.cpu.wire import Array, as_flat, as_float32, as_wire
 
@@ -261,14 +261,24 @@ def _into_range(master, exp_avg, exp_avg_sq, to_master, to_m, to_v, grad, weight
 @jit.parallel_kernel
 def _into_parallel(master, exp_avg, exp_avg_sq, to_master, to_m, to_v, grad, weight, bounds, coef, tasks):  # type: ignore[no-untyped-def]
     n = master.size
+    total = chunks.count(n, tasks)
+    taken = np.zeros(tasks * chunks.LINE, np.int64)
     for t in numba.prange(tasks):
-        lo, hi = jit.share(n, t, tasks), jit.share(n, t + 1, tasks)
-        _into_range(master, exp_avg, exp_avg_sq, to_master, to_m, to_v, grad, weight, bounds, coef, lo, hi)
+        k = chunks.take(taken, t, tasks, total)
+        while k >= 0:
+            lo, hi = jit.share(n, k, total), jit.share(n, k + 1, total)
+            _into_range(master, exp_avg, exp_avg_sq, to_master, to_m, to_v, grad, weight, bounds, coef, lo, hi)
+            k = chunks.take(taken, t, tasks, total)
 
 
 @jit.parallel_kernel
 def _step_parallel(master, exp_avg, exp_avg_sq, grad, weight, bounds, coef, tasks):  # type: ignore[no-untyped-def]
     n = master.size
+    total = chunks.count(n, tasks)
+    taken = np.zeros(tasks * chunks.LINE, np.int64)
     for t in numba.prange(tasks):
-        lo, hi = jit.share(n, t, tasks), jit.share(n, t + 1, tasks)
-        _step_range(master, exp_avg, exp_avg_sq, grad, weight, bounds, coef, lo, hi)
+        k = chunks.take(taken, t, tasks, total)
+        while k >= 0:
+            lo, hi = jit.share(n, k, total), jit.share(n, k + 1, total)
+            _step_range(master, exp_avg, exp_avg_sq, grad, weight, bounds, coef, lo, hi)
+            k = chunks.take(taken, t, tasks, total)

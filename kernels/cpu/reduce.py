@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numba
 import numpy as np
 
@@ -11,6 +13,7 @@ from hf_offload.kernels.cpu.wire import Array, as_flat, as_wire
 
 CHUNK = 1 << 20  # elements whose sum is formed by a fixed tree; chunks are added in order
 BLOCK = 1 << 16  # a task's smallest piece of work: 16 subtrees of a chunk
+LEAVES = CHUNK // BLOCK
 LANES = 256  # running sums of a block, element i goes to lane i % 256; with 64, loop overhead costs a fifth
 
 ODD = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, rounded to odd
@@ -26,44 +29,42 @@ def sum_of_squares(x: Array, wire: str, threads: int) -> float:
     Raises as `adam_step`.
     """
     bits = as_wire("x", x, wire)
-    tree = np.zeros((-(-x.size // CHUNK), CHUNK // BLOCK), dtype=np.float64)
+    tree = np.zeros((-(-x.size // CHUNK), LEAVES), dtype=np.float64)
     blocks = -(-x.size // BLOCK)
     jit.run(_squares_range, _squares_parallel, (bits, tree.reshape(-1)), blocks, threads, parallel_from=4)
     return sum_of_blocks(tree)
 
 
+@dataclass(frozen=True)
 class Blocks:
-    """Where the blocks of the pieces of one array lie: made once, used every step.
+    """Blocks that lie in one array, and where their sums belong in a tree of several arrays, float64[chunks, LEAVES].
 
-    Args:
-        bounds: int64[p + 1], rising from 0; piece k is bounds[k] to bounds[k + 1]. Empty pieces are allowed.
+    Attributes:
+        starts, ends: int64[n], elements.
+        leaves: int64[n], indices into the flat tree.
     """
 
-    def __init__(self, bounds: Array) -> None:
-        sizes = np.diff(bounds)
-        self.pieces = len(sizes)
-        self.chunks = -(-sizes // CHUNK)
-        self.first_chunk = np.concatenate(([0], np.cumsum(self.chunks)))
-        counts = -(-sizes // BLOCK)
-        piece = np.repeat(np.arange(self.pieces), counts)
-        number = np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)
-        self.starts = bounds[:-1][piece] + number * BLOCK
-        self.ends = np.minimum(self.starts + BLOCK, bounds[1:][piece])
-        self.leaves = self.first_chunk[piece] * (CHUNK // BLOCK) + number
-        """Where in the flat tree of float64[chunks, 16] each block's sum stands."""
+    starts: Array
+    ends: Array
+    leaves: Array
 
 
-def sums_of_squares(x: Array, blocks: Blocks, wire: str, threads: int) -> Array:
-    """`sum_of_squares` of each piece of x, bit for bit, in one call. float64[pieces]. Raises as `adam_step`."""
+def sum_blocks(x: Array, blocks: Blocks, tree: Array, wire: str, threads: int) -> None:
+    """Write the sum of squares of each of `blocks` of x to its leaf of `tree`; the other leaves stay. Raises as
+    `adam_step`."""
     bits = as_wire("x", x, wire)
-    tree = np.zeros((int(blocks.first_chunk[-1]), CHUNK // BLOCK), dtype=np.float64)
     arrays = (bits, blocks.starts, blocks.ends, blocks.leaves, tree.reshape(-1))
     jit.run(_blocks_range, _blocks_parallel, arrays, len(blocks.starts), threads, parallel_from=4)
+
+
+def sums_of_trees(tree: Array, firsts: Array) -> Array:
+    """float64[k]: sum k is that of the chunks firsts[k] to firsts[k + 1] of `tree`, as `sum_of_squares` adds them."""
     chunks = _chunk_sums(tree)
-    sums = np.zeros(blocks.pieces)
-    for n in range(int(blocks.chunks.max(initial=0))):  # chunk after chunk, all pieces at once
-        has = blocks.chunks > n
-        sums[has] += chunks[blocks.first_chunk[:-1][has] + n]
+    counts = np.diff(firsts)
+    sums = np.zeros(len(counts))
+    for n in range(int(counts.max(initial=0))):  # chunk after chunk, all sums at once
+        has = counts > n
+        sums[has] += chunks[firsts[:-1][has] + n]
     return sums
 
 

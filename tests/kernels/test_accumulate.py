@@ -110,6 +110,21 @@ def test_a_shadow_of_another_size_is_refused():
         cpu.adam_step_into(state, shadow, grad, grad.copy(), bounds, coef, wire="bfloat16", threads=1)
 
 
+def trees(x, sizes, wire, threads):
+    """What `sum_blocks` makes of pieces of `sizes` elements that follow each other in x."""
+    starts, ends, leaves, firsts, at = [], [], [], [0], 0
+    for size in sizes:
+        for begin in range(0, size, reduce.BLOCK):
+            starts.append(at + begin)
+            ends.append(at + min(begin + reduce.BLOCK, size))
+            leaves.append(firsts[-1] * reduce.LEAVES + begin // reduce.BLOCK)
+        firsts.append(firsts[-1] + -(-size // reduce.CHUNK))
+        at += size
+    tree = np.zeros((firsts[-1], reduce.LEAVES))
+    cpu.sum_blocks(x, cpu.Blocks(*(np.array(a, np.int64) for a in (starts, ends, leaves))), tree, wire, threads)
+    return cpu.sums_of_trees(tree, np.array(firsts))
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     sizes=st.lists(st.sampled_from([0, 1, 7, 255, 256, 65_535, 65_536, 65_537, 200_001, reduce.CHUNK + 3]), max_size=6),
@@ -122,7 +137,7 @@ def test_the_sums_of_many_pieces_are_those_of_each(sizes, wire, threads):
     with np.errstate(all="ignore"):
         finite = np.isfinite(reference.widened(x, wire))
     x[~finite] = 0
-    found = cpu.sums_of_squares(x, reduce.Blocks(bounds), wire, threads)
+    found = trees(x, sizes, wire, threads)
     each = [cpu.sum_of_squares(x[a:b], wire, threads) for a, b in itertools.pairwise(bounds)]
     same_bits(found, np.array(each, np.float64))
 
@@ -130,5 +145,5 @@ def test_the_sums_of_many_pieces_are_those_of_each(sizes, wire, threads):
 def test_a_piece_that_is_not_finite_says_so_and_spoils_no_other():
     x = np.ones(200, np.float32)
     x[150] = np.inf
-    sums = cpu.sums_of_squares(x, reduce.Blocks(np.array([0, 100, 200])), "float32", 1)
+    sums = trees(x, [100, 100], "float32", 1)
     assert sums[0] == 100.0 and sums[1] == np.inf
