@@ -384,7 +384,7 @@ def bench_pipeline(
     rounds: Annotated[int, typer.Option(help="Rounds; the schedules take turns in each.", metavar="N")] = 3,
     threads: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Threads of the host step. Default: the fewest within 10 % of the fastest.", metavar="N"),
+        typer.Option(help="Threads of the host step. Default: all cores but one or two.", metavar="N"),
     ] = None,
     bucket_bytes: Annotated[
         Optional[int],  # noqa: UP045

@@ -50,7 +50,9 @@ class Device:
 
     @staticmethod
     def _sleep_until(when: float) -> None:
-        time.sleep(max(0.0, when - time.perf_counter()))
+        left = when - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
 
 
 class Memory:

@@ -31,12 +31,14 @@ import torch
 
 from hf_offload.bench import stages as stage_times
 from hf_offload.bench.bound import Bound, UnitTimes, bound
+from hf_offload.bench.cores import Cores, divide, spare, usable_cores
 from hf_offload.bench.emulated import EmulatedModel, Memory, module_sizes
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.speculation import Confidence
 from hf_offload.engine.stats import Stats
 from hf_offload.errors import ConfigError, explain, nearest
 from hf_offload.hostmem import check_host_budget
+from hf_offload.kernels.cpu import max_threads
 from hf_offload.optimizer import OffloadAdam
 
 NONE = "none"
@@ -87,6 +89,12 @@ class Setting:
         for name in self.schedules:
             if name not in CONTENDERS:
                 raise ConfigError(explain("schedules", name, "unknown schedule", nearest(name, CONTENDERS)))
+
+    @property
+    def step_threads(self) -> int:
+        """Threads of the host step: as asked for, else as many as leave a core to copies and training thread."""
+        cores = len(usable_cores())
+        return min(self.threads or max(1, cores - spare(cores)), max_threads())
 
     def memory(self) -> Memory:
         """The model's weights and gradients. Raises HostMemoryError where a run would not fit."""
@@ -300,16 +308,22 @@ def digest(model: EmulatedModel) -> str:
 
 @dataclass(frozen=True)
 class _Lab:
-    """One run: the setting, the memory that all models share, the threads chosen, the gradients' norm."""
+    """One run: the setting, the memory that all models share, the threads of the host step, the gradients' norm."""
 
     setting: Setting
     memory: Memory
     threads: int
     norm: float
 
+    @property
+    def cores(self) -> Cores:
+        return divide(usable_cores(), self.threads)
+
     def none(self) -> Round:
         model = self.setting.model(self.memory)
-        return _train(self.setting, model, model.zero_grad, lambda: None)
+        cores = self.cores
+        with cores.unpinned():
+            return _train(self.setting, model, model.zero_grad, cores.pin)
 
     def round(self, contender: Contender) -> Round:
         setting = self.setting
@@ -324,10 +338,19 @@ class _Lab:
         }
         model = setting.model(self.memory)
         max_norm = None if contender.clip is None else contender.clip * self.norm
+        cores = self.cores
+
+        def prepare(optimizer: OffloadAdam) -> None:
+            contender.prepare(optimizer)
+            cores.pin()
+
         try:
-            with OffloadAdam(model.parameters(), config=OffloadConfig(**config), model=model) as optimizer:
+            with (
+                cores.unpinned(),
+                OffloadAdam(model.parameters(), config=OffloadConfig(**config), model=model) as optimizer,
+            ):
                 optimizer.engine.placement.transport.clock = model.device.end  # type: ignore[attr-defined]
-                return _train_with(setting, model, optimizer, max_norm, contender.prepare)
+                return _train_with(setting, model, optimizer, max_norm, prepare)
         finally:
             del model
             gc.collect()  # the state of one optimizer, before the next allocates its own
@@ -362,6 +385,7 @@ class Result:
 
     Attributes:
         params, tensors: of the model.
+        cores: who ran where.
         others: cores that other programs kept busy meanwhile, on average; None where the system cannot tell.
     """
 
@@ -370,6 +394,7 @@ class Result:
     params: int
     tensors: int
     rows: Mapping[str, Row]
+    cores: Cores
     others: float | None
 
 
@@ -385,9 +410,10 @@ def run(setting: Setting, say: Callable[[str], None] = lambda text: None) -> Res
     memory = setting.memory()
     busy = BusyCores()
     say("Measuring each stage alone ...")
-    measured = stage_times.measure(memory, setting.bucket_bytes, setting.ring_slots, setting.link_gb_s, setting.threads)
+    threads = setting.step_threads
+    measured = stage_times.measure(memory, setting.bucket_bytes, setting.ring_slots, setting.link_gb_s, threads)
     gc.collect()
-    lab = _Lab(setting, memory, measured.threads, math.sqrt(float(memory.gradients.float().square().sum())))
+    lab = _Lab(setting, memory, threads, math.sqrt(float(memory.gradients.float().square().sum())))
     chosen = {n: c for n, c in CONTENDERS.items() if not setting.schedules or n in setting.schedules}
     rounds: dict[str, list[Round]] = {name: [] for name in (NONE, *chosen)}
     for number in range(setting.rounds):
@@ -405,7 +431,9 @@ def run(setting: Setting, say: Callable[[str], None] = lambda text: None) -> Res
         same = all(r.digest == bits[contender.clip == ALWAYS] for r in rounds[name]) if contender.exact else None
         clip = {None: "none", NEVER: "never bites", ALWAYS: "always bites"}[contender.clip]
         rows[name] = _row(rounds[name], base, bound(name, units), measured, clip, same)
-    return Result(setting, measured, sum(map(sum, memory.sizes)), sum(map(len, memory.sizes)), rows, busy.others())
+    return Result(
+        setting, measured, sum(map(sum, memory.sizes)), sum(map(len, memory.sizes)), rows, lab.cores, busy.others()
+    )
 
 
 def _row(

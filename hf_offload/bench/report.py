@@ -40,7 +40,8 @@ def as_json(result: Result) -> dict[str, Any]:
         "config": {
             **dataclasses.asdict(setting),
             "threads": stages.threads,
-            "threads_by": "the setting" if setting.threads else "measurement: the fewest within 10 % of the fastest",
+            "threads_by": "the setting" if setting.threads else "the cores less those for copies and training thread",
+            "cores": {name: sorted(found) for name, found in dataclasses.asdict(result.cores).items()},
             "params": result.params,
             "tensors": result.tensors,
             "buckets": sum(map(len, stages.units)),
@@ -55,7 +56,6 @@ def as_json(result: Result) -> dict[str, Any]:
             "d2h_seconds": stages.total("d2h"),
             "host_step_seconds": stages.total("host_step"),
             "h2d_seconds": stages.total("h2d"),
-            "host_step_seconds_by_threads": {str(t): s for t, s in stages.host_step_by_threads.items()},
         },
     }
 

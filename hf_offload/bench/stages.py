@@ -20,8 +20,6 @@ from hf_offload.kernels import cpu
 from hf_offload.transport import HostTransport, Segment
 
 REPEATS = 7
-TOLERANCE = 1.1
-"""The fewest threads whose host step is at most this much slower than the fastest: copies and training want cores."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +30,10 @@ class Stages:
 
     Attributes:
         threads: threads of the host step that these are for.
-        host_step_by_threads: seconds of the whole model's host step by the number of threads that were tried.
     """
 
     units: tuple[tuple[BucketTimes, ...], ...]
     threads: int
-    host_step_by_threads: dict[int, float]
 
     def total(self, stage: str) -> float:
         """Seconds of `stage` (d2h, host_step or h2d) for the whole model."""
@@ -55,30 +51,19 @@ def bucket_plan(memory: Memory, bucket_bytes: int) -> BucketPlan:
     return plan_buckets(specs, bucket_bytes)
 
 
-def measure(memory: Memory, bucket_bytes: int, slots: int, link_gb_s: float, threads: int | None) -> Stages:
-    """Time every stage alone.
-
-    Args:
-        threads: of the host step; None: chosen by measurement, see TOLERANCE.
-    """
+def measure(memory: Memory, bucket_bytes: int, slots: int, link_gb_s: float, threads: int) -> Stages:
+    """Time every stage alone; `threads` are those of the host step."""
     plan = bucket_plan(memory, bucket_bytes)
     host_steps = _host_steps(plan, memory, threads)
-    whole = {t: sum(seconds) for t, seconds in host_steps.items()}
-    chosen = min(t for t, seconds in whole.items() if seconds <= TOLERANCE * min(whole.values()))
     d2h, h2d = _copies(plan, memory, min(bucket_bytes, 2 * plan.numel), slots, link_gb_s)
     units: list[list[BucketTimes]] = [[] for _ in memory.sizes]
-    for bucket, *times in zip(plan.buckets, d2h, host_steps[chosen], h2d, strict=True):
+    for bucket, *times in zip(plan.buckets, d2h, host_steps, h2d, strict=True):
         units[bucket.unit].append(BucketTimes(*times))
-    return Stages(tuple(map(tuple, units)), chosen, whole)
+    return Stages(tuple(map(tuple, units)), threads)
 
 
-def thread_counts(most: int) -> list[int]:
-    """1, 2, 4, ... and `most`."""
-    return sorted({min(1 << k, most) for k in range(most.bit_length() + 1)})
-
-
-def _host_steps(plan: BucketPlan, memory: Memory, threads: int | None) -> dict[int, list[float]]:
-    """Seconds of each bucket's host step, by number of threads."""
+def _host_steps(plan: BucketPlan, memory: Memory, threads: int) -> list[float]:
+    """Seconds of each bucket's host step."""
     state = [memory.weights.float().numpy(), np.zeros(plan.numel, np.float32), np.zeros(plan.numel, np.float32)]
     gradients = memory.gradients.view(torch.int16).numpy().view(np.uint16)
     largest = max(b.numel for b in plan.buckets)
@@ -88,7 +73,7 @@ def _host_steps(plan: BucketPlan, memory: Memory, threads: int | None) -> dict[i
         maximize=False,
     )  # fmt: skip
 
-    def step(bucket: Bucket, threads: int) -> float:
+    def step(bucket: Bucket) -> float:
         at, n = slice(bucket.start, bucket.start + bucket.numel), bucket.numel
         down[:n] = gradients[at]  # as after a copy: just written
         bounds = np.array([p.offset for p in bucket.pieces] + [n], np.int64)
@@ -97,9 +82,7 @@ def _host_steps(plan: BucketPlan, memory: Memory, threads: int | None) -> dict[i
         cpu.adam_step(*(s[at] for s in state), down[:n], up[:n], bounds, coefficients, wire="bfloat16", threads=threads)
         return time.perf_counter() - begin
 
-    counts = [min(threads, cpu.max_threads())] if threads else thread_counts(cpu.max_threads())
-    passes = [{t: [step(b, t) for b in plan.buckets] for t in counts} for _ in range(REPEATS + 1)]  # taking turns
-    return {t: _fastest([p[t] for p in passes]) for t in counts}
+    return _fastest([[step(b) for b in plan.buckets] for _ in range(REPEATS + 1)])
 
 
 def _copies(

@@ -395,8 +395,8 @@ class Engine:
         if speculation is not None and self._pipeline is not None and not self._closed:
             self._pipeline.call(lambda: speculation.bring_home(self.arenas), "the state")
 
-    def _unguarded(self) -> set[int]:
-        return {OUTSIDE} | (self.gates.at_root if self.gates is not None else set())
+    def _unguarded(self) -> tuple[int, ...]:
+        return (OUTSIDE, *self.gates.at_root) if self.gates is not None else (OUTSIDE,)
 
     def _wait_units(self, units: Iterable[int]) -> None:
         if self._pipeline is None or not (self._pipeline.running or self._pipeline.failed):
@@ -404,8 +404,9 @@ class Engine:
         here = self.placement.transport.here()
         last = max((self._last_of_unit.get(u, -1) for u in units), default=-1)
         if last > self._waited_to.get(here, -1) or self._pipeline.failed:
-            with self.meter.waiting():
-                self._pipeline.wait_bucket(last)
+            if not self._pipeline.pass_bucket(last):
+                with self.meter.waiting():
+                    self._pipeline.wait_bucket(last)
             self._waited_to[here] = last
 
     def _wait_for_kept_gradients(self) -> None:
@@ -424,7 +425,7 @@ class Engine:
     def before_guard(self, guard: int) -> None:
         assert self.gates is not None
         self._before_forward()
-        self._wait_units(self._unguarded() | set(self.gates.needs_of(guard)))
+        self._wait_units((*self._unguarded(), *self.gates.needs_of(guard)))
 
     def after_block(self, unit: int) -> None:
         assert self.gates is not None

@@ -77,6 +77,7 @@ class Gates:
         self.units = units
         self.unit_of = {id(p): u for u, unit in enumerate(units.units) for p in unit.params}
         self._guards_of = _guards_of(units)
+        self._needs = [sorted(guard.units) for guard in units.guards]
         self.fired: set[int] = set()
         self.order: list[int] = []
         self.at_root: set[int] = set()
@@ -88,11 +89,11 @@ class Gates:
 
     def needs_of(self, number: int) -> list[int]:
         """The units guard `number` waits for, noted as fired and, in the first forward, as next in order."""
-        guard: Guard = self.units.guards[number]
-        needs = sorted(guard.units)
+        needs = self._needs[number]
         if torch.is_grad_enabled():
             self.fired.add(number)
         if self._recording:
+            guard: Guard = self.units.guards[number]
             if guard.block is not None and guard.block not in self._blocks_run:
                 self._blocks_run.add(guard.block)
                 self.last_block = guard.block

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from hf_offload.engine.stats import StepRecord
 from hf_offload.engine.work import StepWork
 from hf_offload.errors import StateError, TransportError, WaitTimeout, explain
 from hf_offload.transport import Bell, Event
+
+HANDOVERS, HANDOVER_S = 3, 20e-6
+"""How often, and for how many seconds, `submit` steps aside for the step's thread."""
 
 
 class Job(Protocol):
@@ -117,6 +121,10 @@ class Pipeline:
         self._checked = 0
         self._step = step  # from here on the step is taken, wherever an interrupt hits this thread
         self._wake()
+        # The interpreter would let this thread run on for 5 ms, with the device idle, before the step's thread begins.
+        for _ in range(HANDOVERS):
+            if not step.taken:
+                time.sleep(HANDOVER_S)
 
     def put(self, job: Job) -> None:
         """Hand over another job, after a step that an interrupt kept from being told of."""
@@ -147,6 +155,18 @@ class Pipeline:
     @property
     def failed(self) -> bool:
         return self._failure.error is not None
+
+    def pass_bucket(self, k: int) -> bool:
+        """Whether buckets 0 to k of the running step are there: then `wait_bucket`, which has nothing to wait for, is
+        done. Raises as it does."""
+        step = self._step
+        if step is None or len(step.events) <= k or self.failed:
+            return False
+        first = self._joined.get(self._stages.transport.here(), 0)
+        if not all(step.events[n].done() for n in range(first, k + 1)):
+            return False
+        self._join(step, k)
+        return True
 
     def wait_bucket(self, k: int) -> None:
         """Wait for the weights of buckets 0 to k of the running step: the caller's device stream then sees them.

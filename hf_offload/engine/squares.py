@@ -52,17 +52,12 @@ class Squares:
         self.sums = np.zeros(len(sizes))
         self.known = np.zeros(len(sizes), bool)
         buckets = arena.plan.buckets
-        self._fresh = [False] * len(buckets)  # whether the tree has what the bucket holds now
-        self._buckets_of: dict[int, list[int]] = {}
-        for k, bucket in enumerate(buckets):
-            for piece in bucket.pieces:
-                self._buckets_of.setdefault(piece.param, []).append(k)
         self._in = [self._contribution(b.pieces, sizes) for b in buckets]
-        self._cut_blocks = {
-            i: _cut_blocks([p for k in ks for p in buckets[k].pieces if p.param == i], sizes[i])
-            for i, ks in self._buckets_of.items()
-            if len(ks) > 1
-        }
+        self._cut: dict[int, _Cut] = {}
+        for k, mine in enumerate(self._in):
+            for i in mine.cut:
+                piece = next(p for p in buckets[k].pieces if p.param == i)
+                self._cut.setdefault(i, _Cut(sizes[i])).has(k, piece)
 
     def _contribution(self, pieces: Sequence[Piece], sizes: Sequence[int]) -> _InBucket:
         starts: list[int] = []
@@ -83,8 +78,10 @@ class Squares:
 
     def forget(self, k: int, params: Sequence[int]) -> None:
         """The gradients of `params` change in bucket k."""
+        for i in params:
+            if i in self._cut:
+                self._cut[i].forget(k, anew=bool(self.known[i]))
         self.known[params] = False
-        self._fresh[k] = False
 
     def add(self, k: int, grads: np.ndarray, held: str) -> list[int]:
         """Bucket k is complete: `grads` (held[numel]).
@@ -94,18 +91,17 @@ class Squares:
         """
         mine = self._in[k]
         cpu.sum_blocks(grads, mine.blocks, self._tree, held, self._threads)
-        self._fresh[k] = True
         if len(mine.whole):
             first = mine.firsts[0]
             self.sums[mine.whole] = cpu.sums_of_trees(self._tree[first : mine.firsts[-1]], mine.firsts - first)
             self.known[mine.whole] = True
-        return [i for i in mine.cut if all(self._fresh[b] for b in self._buckets_of[i])]
+        return [i for i in mine.cut if self._cut[i].added(k)]
 
     def finish(self, i: int, grad: np.ndarray, held: str) -> None:
         """The sum of a parameter whose buckets have all been added; `grad` (held[numel]): all of it."""
         first, end = self._first_chunk[i], self._end_chunk[i]
         leaves = self._tree[first:end].reshape(-1)
-        for number in self._cut_blocks[i]:
+        for number in self._cut[i].blocks:
             part = grad[number * cpu.BLOCK : (number + 1) * cpu.BLOCK]
             leaves[number] = cpu.sum_of_squares(part, held, self._threads)
         self.sums[i] = cpu.sums_of_trees(self._tree[first:end], np.array([0, end - first]))[0]
@@ -117,12 +113,38 @@ class Squares:
         self.known[i] = True
 
 
+class _Cut:
+    """A parameter that is cut into several buckets.
+
+    Attributes:
+        blocks: numbers of the blocks that lie in none of them whole.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._buckets: set[int] = set()
+        self._missing: set[int] = set()
+        self.blocks = set(range(-(-size // cpu.BLOCK)))
+
+    def has(self, k: int, piece: Piece) -> None:
+        """`piece` of it lies in bucket k."""
+        self._buckets.add(k)
+        self._missing.add(k)
+        self.blocks.difference_update(_whole_blocks(piece, self._size))
+
+    def forget(self, k: int, anew: bool) -> None:
+        """Its part in bucket k changes; `anew`: as the first of all."""
+        if anew:
+            self._missing.update(self._buckets)
+        self._missing.add(k)
+
+    def added(self, k: int) -> bool:
+        """Its part in bucket k is in the tree. Returns whether all are."""
+        self._missing.discard(k)
+        return not self._missing
+
+
 def _whole_blocks(piece: Piece, size: int) -> range:
     """Numbers of the blocks of a parameter of `size` elements that lie in `piece` whole."""
     end = piece.start + piece.length
     return range(-(-piece.start // cpu.BLOCK), -(-end // cpu.BLOCK) if end == size else end // cpu.BLOCK)
-
-
-def _cut_blocks(pieces: Sequence[Piece], size: int) -> list[int]:
-    whole = {number for p in pieces for number in _whole_blocks(p, size)}
-    return [number for number in range(-(-size // cpu.BLOCK)) if number not in whole]

@@ -117,11 +117,11 @@ class HostCopy:
             The seconds the move itself took.
         """
         start = max(time.perf_counter(), self._after)
-        time.sleep(max(0.0, start + seconds - moving - time.perf_counter()))
+        _sleep_until(start + seconds - moving)
         begin = time.perf_counter()
         self._move()
         took = time.perf_counter() - begin
-        time.sleep(max(0.0, start + seconds - time.perf_counter()))
+        _sleep_until(start + seconds)
         self._span = (start, time.perf_counter())
         self.finish(None)
         return took
@@ -276,6 +276,13 @@ class HostTransport:
         if not ring:
             raise TransportError("the transport is closed: its threads and its memory are gone. Make a new optimizer.")
         return ring
+
+
+def _sleep_until(when: float) -> None:
+    """`when`: seconds on `time.perf_counter`'s clock. If that is past, not at all: even sleep(0) takes 0.1 ms."""
+    left = when - time.perf_counter()
+    if left > 0:
+        time.sleep(left)
 
 
 def _aligned(nbytes: int) -> np.ndarray:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +15,12 @@ import torch
 from typer.testing import CliRunner, Result
 
 from hf_offload import cli
-from hf_offload.bench import emulated, pipeline, report, stages
-from hf_offload.bench.emulated import Clock, EmulatedModel, Memory, module_sizes
+from hf_offload.bench import cores, emulated, pipeline, report, stages
+from hf_offload.bench.emulated import Device, EmulatedModel, Memory, module_sizes
 from hf_offload.bench.pipeline import CONTENDERS, Setting
 from hf_offload.engine.units import find_units
 from hf_offload.errors import ConfigError, HostMemoryError
+from hf_offload.transport import HostTransport, Segment
 
 TINY = {"blocks": 2, "params_per_block": 6000, "forward_ms": 0.2, "backward_ms": 1.0, "steps": 2, "rounds": 2}
 OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
@@ -99,16 +103,12 @@ class FakeTime:
 
     now: float = 0.0
     late: float = 0.0
-    slept: tuple[float, ...] = ()
 
     def perf_counter(self) -> float:
         return self.now
 
-    def thread_time(self) -> float:
-        return 0.0
-
     def sleep(self, seconds: float) -> None:
-        self.slept += (seconds,)
+        assert seconds > 0
         self.now += seconds + self.late
 
 
@@ -116,53 +116,101 @@ class FakeTime:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTime]:
     fake = FakeTime()
     monkeypatch.setattr(emulated, "time", fake)
+    monkeypatch.setattr(emulated, "AHEAD_S", 2.0)
     yield fake
 
 
-def test_python_between_modules_is_charged(clock: FakeTime) -> None:
-    device = Clock()
+def test_python_runs_ahead_of_the_device_and_no_further(clock: FakeTime) -> None:
+    device = Device()
+    device.work(1.0)
+    assert clock.now == 0.0 and device.end() == 1.0
     device.work(4.0)
-    clock.now += 1.0
-    device.work(4.0)
-    assert clock.now == 9.0 and device.late_seconds == 0.0
+    assert clock.now == 3.0 and device.end() == 5.0
+    device.synchronize()
+    assert clock.now == 5.0
 
 
-def test_a_late_wake_up_is_not_charged_but_counted(clock: FakeTime) -> None:
-    device, clock.late = Clock(), 0.5
+def test_python_between_modules_hides_as_long_as_the_device_has_work(clock: FakeTime) -> None:
+    device = Device()
+    device.work(4.0)  # Python goes on at 2
+    clock.now += 1.5
+    device.work(4.0)
+    assert device.end() == 8.0
+    clock.now += 3.5  # 6 + 3.5: the device has stood idle from 8 to 9.5
+    device.work(4.0)
+    assert device.end() == 13.5
+
+
+def test_a_late_wake_up_costs_nothing_while_there_is_work(clock: FakeTime) -> None:
+    device, clock.late = Device(), 0.5
     for _ in range(3):
         device.work(4.0)
-    assert clock.slept == (4.0, 3.5, 3.5)
-    assert device.late_seconds == 1.5
+    assert device.end() == 12.0
 
 
-def test_a_wake_up_later_than_the_next_module_is_made_good_by_those_after_it(clock: FakeTime) -> None:
-    device, clock.late = Clock(), 5.0
-    device.work(4.0)  # until 9 instead of 4
-    clock.late = 0.0
+def test_all_that_comes_after_the_end_of_the_queue_is_charged(clock: FakeTime) -> None:
+    """`step()`: the training loop has waited for the device."""
+    device = Device()
     device.work(4.0)
+    device.synchronize()
+    clock.now += 1.0
     device.work(4.0)
-    assert clock.now == 12.0
+    assert device.end() == 9.0
 
 
-def test_after_a_wait_for_weights_nothing_is_made_good(clock: FakeTime, memory: Memory) -> None:
-    model, clock.late = EmulatedModel(memory, (4.0, 8.0)), 0.5
+def test_a_model_is_one_queue_and_a_hook_that_waits_holds_it_up(clock: FakeTime, memory: Memory) -> None:
+    model = EmulatedModel(memory, (4.0, 8.0))
+    model(torch.zeros(1)).backward()
+    assert model.device.end() == 3 * 12.0
 
     def hold_up(module: object, args: object) -> None:
-        clock.now += 2.0
+        clock.now = 50.0
 
     model.blocks[1].register_forward_pre_hook(hold_up)
-    model(torch.zeros(1)).sum().backward()
-    forward, backward = clock.slept[:3], clock.slept[3:]
-    assert forward == (4.0, 4.0, 3.5)  # block 1 was woken late before, and held up: it takes its full time from then on
-    assert backward == (7.5, 7.5, 7.5)
+    model.device.synchronize()
+    model(torch.zeros(1)).backward()
+    assert model.device.end() == 50.0 + 2 * 4.0 + 3 * 8.0  # block 0, done at 40, hid nothing of the wait
 
 
-def test_nothing_is_carried_over_into_the_next_step(clock: FakeTime, memory: Memory) -> None:
-    model, clock.late = EmulatedModel(memory, (4.0, 8.0)), 0.5
-    for _ in range(2):
-        clock.slept = ()
-        model(torch.zeros(1)).backward()
-        assert clock.slept[0] == 4.0
+def test_a_gradient_is_not_copied_before_the_device_has_made_it() -> None:
+    transport = HostTransport(1, 64)
+    try:
+        made = time.perf_counter() + 0.05
+        transport.clock = lambda: made
+        here = torch.ones(16, dtype=torch.float32)
+        event = transport.to_host([Segment(here.data_ptr(), 64, 0, here)], 0, transport.mark())
+        event.wait(10.0)
+        begin, end = event.span()
+        assert made <= begin <= end
+    finally:
+        transport.close()
+
+
+# ------------------------------------------------------------------------------------------------------ the cores
+
+
+def test_the_host_step_has_cores_of_its_own() -> None:
+    assert [cores.spare(n) for n in (1, 2, 4, 6, 64)] == [0, 1, 1, 2, 2]
+    found = cores.divide(frozenset({3, 5, 9}), 2)
+    assert found.step == {3, 5} and found.rest == {9}
+    assert cores.divide(frozenset({3, 5}), 2) == cores.Cores(frozenset({3, 5}), frozenset({3, 5}))
+
+
+@pytest.mark.skipif(len(cores.usable_cores()) < 2, reason="there is one core")
+def test_threads_are_pinned_while_it_runs_and_the_training_thread_is_free_again() -> None:
+    usable = cores.usable_cores()
+    divided = cores.divide(usable, 1)
+    transport = HostTransport(1, 64)
+    try:
+        with divided.unpinned():
+            divided.pin()
+            assert os.sched_getaffinity(0) == divided.rest
+            lanes = [t for t in threading.enumerate() if t.name in ("hf_offload-d2h", "hf_offload-h2d")]
+            assert len(lanes) >= 2
+            assert all(os.sched_getaffinity(t.native_id or 0) == divided.rest for t in lanes)
+        assert cores.usable_cores() == usable
+    finally:
+        transport.close()
 
 
 # --------------------------------------------------------------------------------------------------- the stages
@@ -175,11 +223,7 @@ def test_every_bucket_gets_its_times_and_the_largest_parameter_is_sliced(memory:
     assert all(min(b.d2h, b.host_step, b.h2d) > 0 for unit in found.units for b in unit)
     assert found.total("d2h") >= 2 * sum(map(sum, memory.sizes)) / 1e9  # the link's speed holds
     assert found.seconds == pytest.approx(sum(found.total(s) for s in ("d2h", "host_step", "h2d")))
-    assert found.threads == 1 and list(found.host_step_by_threads) == [1]
-
-
-def test_thread_counts() -> None:
-    assert [stages.thread_counts(n) for n in (1, 2, 3, 12)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8, 12]]
+    assert found.threads == 1
 
 
 # ----------------------------------------------------------------------------------------------------- the runs
@@ -257,7 +301,7 @@ def test_what_ran_can_be_read_from_the_config(figures: dict[str, Any]) -> None:
     assert config["buckets"] == 4
     assert config["params"] == sum(map(sum, sizes)) and config["tensors"] == 26
     assert {k: config[k] for k in TINY} == TINY
-    assert isinstance(config["threads"], int) and "measurement" in config["threads_by"]
+    assert isinstance(config["threads"], int) and "cores" in config["threads_by"]
     assert "device computes it" in config["clip"]
     machine = figures["machine"]
     assert machine["other_programs_cores"] is None or machine["other_programs_cores"] >= 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_offload.engine.arena import Arena
+from hf_offload.engine.squares import Squares
 from hf_offload.engine.store import GradientStore
 from hf_offload.kernels import cpu
 
@@ -80,6 +81,18 @@ def test_what_arrives_after_a_sum_makes_it_void(bucket_bytes: int) -> None:
                 if order.random() < 0.5:
                     store.sum_bucket(k)
         assert sums(store) == expected(store)
+
+
+def test_a_parameter_in_several_buckets_is_summed_up_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, grads, _ = made(2 * cpu.BLOCK, "wire")
+    finished: list[int] = []
+    finish = Squares.finish
+    monkeypatch.setattr(Squares, "finish", lambda self, i, *rest: [finished.append(i), finish(self, i, *rest)])
+    for _ in range(3):
+        for k in range(len(store.arena.plan.buckets)):
+            receive(store, grads, k)
+            store.sum_bucket(k)
+    assert sorted(finished) == [3] * 3 + [5] * 3
 
 
 def test_zeroed_gradients_have_no_sum_left() -> None:

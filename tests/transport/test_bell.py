@@ -21,7 +21,7 @@ def test_it_wakes_everyone_who_waits() -> None:
     threads = [threading.Thread(target=lambda: heard.append(bell.wait(lambda: bool(rung), LONG))) for _ in range(4)]
     for t in threads:
         t.start()
-    bell.ring()  # for nothing: they look, and go on waiting
+    bell.ring()  # for nothing: they go on waiting
     time.sleep(0.01)
     assert not heard
     rung.append(1)
@@ -30,6 +30,30 @@ def test_it_wakes_everyone_who_waits() -> None:
         t.join(LONG)
     assert heard == [True] * 4
     assert not bell._boxes
+
+
+def test_a_bell_rung_for_nothing_wakes_nobody() -> None:
+    bell, rung = Bell(), []
+    looks: list[str] = []
+
+    def reached() -> bool:
+        looks.append(threading.current_thread().name)
+        return bool(rung)
+
+    waiting = threading.Thread(target=lambda: bell.wait(reached, LONG), name="waiting")
+    waiting.start()
+    while not bell._boxes:
+        time.sleep(1e-3)
+    time.sleep(0.01)
+    before = looks.count("waiting")
+    for _ in range(10):
+        bell.ring()
+    time.sleep(0.01)
+    assert looks.count("waiting") == before
+    rung.append(1)
+    bell.ring()
+    waiting.join(LONG)
+    assert looks.count("waiting") == before + 1
 
 
 def test_it_gives_up_only_where_nothing_moves() -> None:
@@ -43,7 +67,7 @@ def test_it_gives_up_only_where_nothing_moves() -> None:
 def test_a_timeout_beyond_what_the_system_can_wait_is_no_error() -> None:
     bell = Bell()
     threading.Timer(0.01, bell.ring).start()
-    looks = iter([False, False, True])
+    looks = iter([False, False, True, True])  # the last two: who rings, who waits
     assert bell.wait(lambda: next(looks), 1e300)
 
 

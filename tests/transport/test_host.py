@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import threading
 import time
 import weakref
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 from hf_offload.errors import TransportError
 from hf_offload.transport import HostTransport, Segment
+from hf_offload.transport.host import PART_BYTES
 from support.transport import LONG, ours, segment
 
 
@@ -50,6 +53,42 @@ def test_delays_are_asked_for_each_copy_and_do_not_count_as_busy() -> None:
     transport.to_host([segment(memory, 0)], 0, None).wait(LONG)
     transport.to_device([segment(memory, 0, nbytes=3), segment(memory, 3, nbytes=4)], 0, None).wait(LONG)
     assert asked == [("d2h", 10), ("h2d", 7)]
+    transport.close()
+
+
+def test_gradients_in_several_parts_arrive_whole() -> None:
+    nbytes = 2 * PART_BYTES + 12_345
+    memory = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    transport = HostTransport(1, nbytes)
+    transport.to_host([segment(memory, 0)], 0, None).wait(LONG)
+    assert bytes(transport.down[0][:nbytes]) == bytes(memory.numpy())
+    transport.close()
+
+
+def test_weights_do_not_queue_behind_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two parts of a copy of gradients, weights pass."""
+    moved: list[str] = []
+    weights_asked, first_part = threading.Event(), threading.Event()
+    real = ctypes.memmove
+
+    def memmove(to: int, source: int, nbytes: int) -> Any:
+        moved.append("gradients" if nbytes > 100 else "weights")
+        if len(moved) == 1:
+            first_part.set()
+            assert weights_asked.wait(LONG)
+            time.sleep(0.02)  # the other lane has its copy, and waits
+        return real(to, source, nbytes)
+
+    monkeypatch.setattr("hf_offload.transport.host.ctypes.memmove", memmove)
+    memory, small = torch.zeros(3 * PART_BYTES, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    transport = HostTransport(1, memory.nbytes)
+    down = transport.to_host([segment(memory, 0)], 0, None)
+    assert first_part.wait(LONG)
+    up = transport.to_device([segment(small, 0)], 0, None)
+    weights_asked.set()
+    for event in (up, down):
+        event.wait(LONG)
+    assert moved == ["gradients", "weights", "gradients", "gradients"]
     transport.close()
 
 
@@ -101,7 +140,7 @@ def test_a_copy_that_fails_half_way_lets_go_of_its_owners() -> None:
     bad: Any = object()
     event = transport.to_host([segment(memory, 0, nbytes=4, owner=owner), Segment(bad, 4, 4, owner)], 0, None)
     del owner
-    with pytest.raises(TransportError, match="argument"):
+    with pytest.raises(TransportError, match="copy of gradients to the host failed: unsupported operand"):
         event.wait(LONG)
     assert alive() is None
     transport.close()
