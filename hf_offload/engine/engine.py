@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,12 +19,21 @@ from torch import Tensor, nn
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.arena import Arena
 from hf_offload.engine.delay import Delay, works_of
+from hf_offload.engine.figures import figures
 from hf_offload.engine.gates import Gates
 from hf_offload.engine.gradients import DeviceSet, Gradient, GradientSet, StoreSet, collect
 from hf_offload.engine.hyper import Coefficients
 from hf_offload.engine.pipeline import Pipeline
 from hf_offload.engine.placement import Placement
 from hf_offload.engine.ranges import ranges_for
+from hf_offload.engine.refusals import (
+    check_model,
+    check_overlap,
+    check_streaming,
+    module_of,
+    several_ranks,
+    usable_threads,
+)
 from hf_offload.engine.roll import Roll
 from hf_offload.engine.scaling import Factor
 from hf_offload.engine.schedules import Stages, make_schedule
@@ -36,11 +46,13 @@ from hf_offload.engine.tensors import check_apart
 from hf_offload.engine.units import find_units
 from hf_offload.engine.watch import Left, WeightWatch
 from hf_offload.engine.work import ArenaWork, BucketWork, StepWork, bucket_works
-from hf_offload.errors import ConfigError, StateError, UnsupportedError, explain
-from hf_offload.kernels import cpu
-from hf_offload.timeline import PHASES, NoTimeline, Timeline, open_timeline
+from hf_offload.errors import StateError
+from hf_offload.timeline import NoTimeline, Timeline, open_timeline
 
 logger = logging.getLogger(__name__)
+
+ANYWHERE, ALL = -1, sys.maxsize
+"""No device stream, and after every bucket: the step has ended, which all streams may know."""
 
 OUTSIDE = -1
 """The unit of parameters that no hook guards: bound without a model, or not in it."""
@@ -64,7 +76,7 @@ class Engine:
         groups: Callable[[], Sequence[Mapping[str, Any]]],
     ) -> None:
         self.config = config
-        self.threads = _threads(config.threads)
+        self.threads = usable_threads(config.threads)
         self.placement = Placement(config, parameters())
         self._parameters = parameters
         self._groups = groups
@@ -126,27 +138,12 @@ class Engine:
             ConfigError: a model that has none of the parameters.
         """
         self._check_open()
-        if isinstance(model, nn.DataParallel):
-            raise UnsupportedError(
-                explain("model", "DataParallel", "its replicas are copied anew in every forward",
-                        "Use one GPU, or DistributedDataParallel (torchrun, accelerate launch)")
-            )  # fmt: skip
-        root = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        root = module_of(model)
         hooked = self._model() if self._model is not None else None
         known = self.gates.unit_of if self.gates is not None else {}
         if any(m is hooked for m in root.modules()) and all(id(p) in known for p in root.parameters()):
             return  # the same model again, or a mere wrapper around it: its hooks fire all the same
-        for name, m in root.named_modules():
-            if getattr(m, "sparse", False) and isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
-                raise UnsupportedError(
-                    explain(f"{name}.sparse", True, "sparse gradients are not supported", "Make it with sparse=False")
-                )
-        theirs = set(map(id, root.parameters()))
-        if not any(id(p) in theirs for p in self._parameters()):
-            raise ConfigError(
-                explain("model", type(model).__name__, "it has none of the optimizer's parameters",
-                        "Attach the model whose parameters the optimizer was given")
-            )  # fmt: skip
+        check_model(root, self._parameters())
         self.wait_all()
         if self.gates is not None:
             self.gates.remove()
@@ -247,6 +244,7 @@ class Engine:
     def step(self, groups: Sequence[Mapping[str, Any]], found: GradientSet, factor: Factor) -> None:
         """Take one step with the gradients `found`, multiplied by `factor`. Returns when `schedule` says so."""
         self._check_open()
+        awaited = max(self._waited_to.values(), default=-1)
         self._wait_step()
         record = self.meter.begin(self._steps + 1)
         with self.meter.waiting("step"):
@@ -255,6 +253,7 @@ class Engine:
             self._check_undelivered()
             self._reseed_suspects()
             pipeline = self._pipeline or self._start()
+            self._learn(found.items, awaited)
             work = self._take(groups, found.items, factor)
             pipeline.submit(work, record)
             if pipeline.schedule.returns_at_once:
@@ -273,6 +272,22 @@ class Engine:
         if self.stream is not None:
             self.stream.step_taken(factor.inverse, clipped=True)
 
+    def _learn(self, grads: Sequence[Gradient], awaited: int) -> None:
+        """What this step's forward showed of the hooks; `awaited`: the last bucket that one of them waited for.
+
+        Raises:
+            StateError: weights were read that no hook had waited for, while the step before was still writing them.
+        """
+        found = set() if self.gates is None else self.gates.end_of_step(grads)
+        early = [u for u in sorted(found) if self._last_of_unit.get(u, -1) > awaited]
+        if early:
+            raise StateError(
+                f"weights of {' and '.join(repr(self._unit_name(u)) for u in early)} were used in this step's forward "
+                "though none of their modules was called, and the step before was still writing them: these gradients "
+                "may be wrong, and were not stepped. From now on these weights are awaited before the model runs: drop "
+                "the gradients with zero_grad() and go on. To be safe from the start use schedule='in_order'."
+            )
+
     def _take(self, groups: Sequence[Mapping[str, Any]], grads: Sequence[Gradient], factor: Factor) -> StepWork:
         """Freeze what the step needs: gradients, addresses, step counts, hyper-parameters."""
         rows = Coefficients(groups, factor.value)
@@ -283,8 +298,6 @@ class Engine:
         else:
             self._peak_gradient_bytes = max(self._peak_gradient_bytes, sum(work.nbytes for work in works))
             self._may_be_kept = works
-        if self.gates is not None:
-            self.gates.end_of_step(grads)
         buckets = bucket_works(works, self._unit_name, self._rank())
         delivered = self._delay.next(buckets, self._most_steps()) if self._delay is not None else buckets
         self._deliver(delivered)
@@ -331,9 +344,8 @@ class Engine:
         name = self._base
         if name != "in_order":
             check_overlap(name, self.gates is not None, several_ranks())
-        if self.config.stream_gradients and several_ranks():
-            cause = "several processes train together, and gradients would leave before they are averaged"
-            raise ConfigError(explain("stream_gradients", True, cause, "Leave it out, with schedule='in_order'"))
+        if self.config.stream_gradients:
+            check_streaming(several_ranks())
         stages = Stages(self.placement.transport, self.threads, self.config.timeout_s, self._ranges)
         self._delay = Delay(self.config.delay_warmup_steps) if name == "delayed" else None
         schedule = make_schedule(name, self.config, self.speculation)
@@ -366,6 +378,7 @@ class Engine:
         if self._pipeline is not None and (self._pipeline.running or self._pipeline.failed):
             with self.meter.waiting():
                 self._pipeline.wait_all()
+        self._waited_to[ANYWHERE] = ALL
         self._may_be_kept = []
 
     def wait_outsider(self) -> None:
@@ -400,6 +413,7 @@ class Engine:
 
     def _wait_units(self, units: Iterable[int]) -> None:
         if self._pipeline is None or not (self._pipeline.running or self._pipeline.failed):
+            self._waited_to[ANYWHERE] = ALL
             return
         here = self.placement.transport.here()
         last = max((self._last_of_unit.get(u, -1) for u in units), default=-1)
@@ -486,39 +500,11 @@ class Engine:
 
     def stats(self) -> Stats:
         """The figures of the last finished step."""
-        record = self.meter.last_finished()
-        numel = sum(a.plan.numel for a in self.arenas)
-        wires = {s.wire for a in self.arenas for s in a.specs if s.numel}
-        weights = sum(p.nbytes for a in self.arenas for p in a.params)
-        return Stats(
-            params=numel,
-            wire_dtype="mixed" if len(wires) > 1 else next(iter(wires), "bfloat16"),
-            schedule=self.schedule,
-            transport=self.placement.kind_of_transport,
-            device_bytes={
-                "weights": weights,
-                "gradients": self.stream.peak if self.stream is not None else self._peak_gradient_bytes,
-                "optimizer": 0,
-            },
-            host_bytes={
-                "master": 4 * numel,
-                "exp_avg": 4 * numel,
-                "exp_avg_sq": 4 * numel,
-                "pinned": self.placement.pinned_bytes,
-                "store": self.stream.nbytes if self.stream is not None else 0,
-                "shadow": self.speculation.nbytes if self.speculation is not None else 0,
-            },
-            d2h_bytes=record.d2h_bytes if record else 0,
-            h2d_bytes=record.h2d_bytes if record else 0,
-            seconds=record.seconds() if record else dict.fromkeys(PHASES, 0.0),
-            exposed_seconds=record.exposed if record else 0.0,
-            hidden_fraction=record.hidden_fraction() if record else 0.0,
-            step=record.step if record else 0,
-            steps=self._steps,
-            skipped_steps=self._skipped,
-            speculation_hits=self.speculation.hits if self.speculation is not None else 0,
-            speculation_misses=self.speculation.misses if self.speculation is not None else 0,
-        )
+        return figures(
+            self.placement, self.arenas, self.meter.last_finished(), self.stream, self.speculation,
+            schedule=self.schedule, steps=self._steps, skipped_steps=self._skipped,
+            peak_gradient_bytes=self._peak_gradient_bytes,
+        )  # fmt: skip
 
     def record_to(self, timeline: Timeline | NoTimeline) -> None:
         """What is recorded from now on goes to `timeline`; what was recorded before is written."""
@@ -556,33 +542,3 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("this optimizer was closed: its threads and pinned memory are gone. Make a new one.")
-
-
-def _threads(asked: int | None) -> int:
-    usable = cpu.max_threads()
-    if asked is not None and asked > usable:
-        logger.warning("hf_offload: threads=%d, but this process may use %d cores; using %d.", asked, usable, usable)
-    return min(asked or usable, usable)
-
-
-def several_ranks() -> bool:
-    dist = torch.distributed
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def check_overlap(schedule: str, model: bool, ranks: bool) -> None:
-    """Refuse a schedule whose `step()` returns at once where nothing could wait for the weights.
-
-    Raises:
-        ConfigError: no model is attached, or several processes train together.
-    """
-    if not model:
-        raise ConfigError(
-            explain("schedule", schedule, "no model is attached, so nothing can wait for the weights",
-                    "Give OffloadAdam(..., model=model), call optimizer.attach(model), or use 'in_order'")
-        )  # fmt: skip
-    if ranks:
-        raise ConfigError(
-            explain("schedule", schedule, "several processes train together, where only 'in_order' is supported",
-                    "Use schedule='auto' or 'in_order'")
-        )  # fmt: skip

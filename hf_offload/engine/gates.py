@@ -106,15 +106,19 @@ class Gates:
         if self.units.head is not None and torch.is_grad_enabled():
             self.fired.add(self.units.head)
 
-    def end_of_step(self, with_gradients: Iterable[Gradient]) -> None:
+    def end_of_step(self, with_gradients: Iterable[Gradient]) -> set[int]:
         """At `step()`: the unit of a parameter that got a gradient though no guard of it ran is awaited at the root
         from now on.
 
         Where no guard at all ran (attached after the forward, gradients made by hand), nothing was learnt: then all
         are, this once.
+
+        Returns:
+            The units that this was found out of just now.
         """
         if self.order:
             self._recording = False
+        known = set(self._unguarded)
         if self.fired:
             if len(self.fired) < len(self.units.guards):
                 self._note_unguarded(g.param for g in with_gradients)
@@ -122,6 +126,7 @@ class Gates:
         else:
             self.at_root = set(range(len(self.units.units)))
         self.fired.clear()
+        return self._unguarded - known
 
     def _note_unguarded(self, params: Iterable[Tensor]) -> None:
         for p in params:
