@@ -1,4 +1,4 @@
-"""Where gradients leave: a tap for each parameter, an inlet for each bucket, and the job that puts them into the store."""
+"""Where gradients leave: a tap for each parameter, an inlet for each bucket, the job that puts them into the store."""
 
 from __future__ import annotations
 
