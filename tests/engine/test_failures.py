@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -90,7 +91,8 @@ NEXT: dict[str, Callable[[nn.Module, OffloadAdam], object]] = {
 def test_an_error_in_an_overlapped_step_is_told_by_whatever_comes_next(how: str, then: str) -> None:
     model, optimizer, kind = broken(how, "overlapped")
     with failing_kernel(3) if how == "kernel" else kernels(lambda: None):
-        optimizer.step()
+        with contextlib.suppress(StateError):  # the step may fail before `step()` has returned
+            optimizer.step()
         deadline = time.monotonic() + LONG
         while not optimizer.engine._pipeline.failed and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -106,7 +108,8 @@ def test_an_error_in_an_overlapped_step_is_told_by_whatever_comes_next(how: str,
 def test_an_error_while_a_hook_waits_is_told_by_that_hook(how: str) -> None:
     model, optimizer, kind = broken(how, "overlapped")
     with failing_kernel(3) if how == "kernel" else kernels(lambda: time.sleep(0.003)):
-        optimizer.step()
+        with contextlib.suppress(StateError):
+            optimizer.step()
         optimizer.zero_grad()
         with pytest.raises(StateError, match="injected") as caught:
             model(next(batches()))
