@@ -26,6 +26,8 @@ from hf_offload.errors import ConfigError, explain
 from hf_offload.kernels import cpu
 
 STATE_BYTES = 12
+PART = 1 << 19
+"""Elements that are stepped ahead in one go, 0.5 ms of a core: what arrives, and `step()`, wait no longer than that."""
 REMEMBERED = 4
 """Steps looked back on: guessing goes on while one of them would have been guessed right."""
 
@@ -72,14 +74,42 @@ class Slot:
         return numel * (STATE_BYTES + itemsize)
 
 
-@dataclass
 class Guess:
-    """One bucket's state and weights as they will be if `rows` are the step's coefficients."""
+    """One bucket's state and weights as they will be if `rows` are the step's coefficients. Made part by part.
 
-    rows: np.ndarray
-    state: State
-    weights: np.ndarray
-    seconds: float
+    Attributes:
+        rows: the coefficients' rows it is made with.
+        state: where the new state goes; `weights`: wire[numel], the new weights.
+        seconds: that it has taken so far.
+    """
+
+    def __init__(
+        self, store: GradientStore, bucket: int, rows: np.ndarray, state: State, weights: np.ndarray, record: StepRecord
+    ) -> None:
+        self.rows, self.state, self.weights = rows, state, weights
+        self.seconds = 0.0
+        self.of = store.arena.number, bucket
+        self._store, self._bucket, self._record = store, bucket, record
+        self._done = 0
+
+    def go_on(self, threads: int) -> bool:
+        """Step one part more. Returns whether that was the last."""
+        begin = time.perf_counter()
+        arena, k = self._store.arena, self._bucket
+        bucket = arena.plan.buckets[k]
+        low, high = self._done, min(self._done + PART, bucket.numel)
+        at = slice(low, high)
+        now, grads = arena.state_of(k), self._store.of_bucket(k)
+        cpu.adam_step_into(
+            (now[0][at], now[1][at], now[2][at]), (self.state[0][at], self.state[1][at], self.state[2][at]),
+            grads[at], self.weights[at], arena.bucket_bounds[k].clip(low, high) - low, self.rows,
+            wire=bucket.wire, threads=threads, grad_wire=self._store.held[k],
+        )  # fmt: skip
+        end = time.perf_counter()
+        self._record.timeline.add("host_step", f"guess of bucket {k}", begin, end, self._record.step)
+        self.seconds += end - begin
+        self._done = high
+        return high == bucket.numel
 
 
 class Speculation:
@@ -99,6 +129,7 @@ class Speculation:
         self.nbytes = 0
         self._slots: dict[tuple[int, int], Slot] = {}
         self._waiting: deque[tuple[GradientStore, int, Basis, StepRecord]] = deque()
+        self._making: Guess | None = None
         self._guesses: dict[tuple[int, int], Guess] = {}
         self.hits = 0
         self.misses = 0
@@ -131,48 +162,50 @@ class Speculation:
             self._waiting.append((store, bucket, basis, record))
 
     def turn(self) -> bool:
-        """Step one bucket ahead, if one waits. Returns whether it did."""
-        if not self._waiting:
-            return False
-        self._guess(*self._waiting.popleft())
+        """Step a part of one bucket ahead, if one waits. Returns whether there was anything to do."""
+        if self._making is None:
+            if not self._waiting:
+                return False
+            self._making = self._begin(*self._waiting.popleft())
+        if self._making is not None and self._making.go_on(self._threads):
+            self._guesses[self._making.of] = self._making
+            self._making = None
         return True
 
-    def _guess(self, store: GradientStore, k: int, basis: Basis, record: StepRecord) -> None:
+    def _begin(self, store: GradientStore, k: int, basis: Basis, record: StepRecord) -> Guess | None:
         arena = store.arena
-        bucket, slot = arena.plan.buckets[k], self._slots[arena.number, k]
-        begin = time.perf_counter()
+        slot = self._slots[arena.number, k]
         try:
             rows = basis.rows.table(basis.groups[arena.number], arena.steps + 1, arena.bucket_params[k])
         except (ArithmeticError, ValueError, TypeError):
-            return  # settings that have become impossible: `step()` says so
-        now = arena.state_of(k)
-        state = slot.state if now is arena.home_of(k) else arena.home_of(k)
-        weights = slot.weights.view(NUMPY_WIRE[bucket.wire])
-        cpu.adam_step_into(
-            now, state, store.of_bucket(k), weights, arena.bucket_bounds[k], rows,
-            wire=bucket.wire, threads=self._threads, grad_wire=store.held[k],
-        )  # fmt: skip
-        end = time.perf_counter()
-        record.timeline.add("host_step", f"guess of bucket {k}", begin, end, record.step)
-        self._guesses[arena.number, k] = Guess(rows, state, weights, end - begin)
+            return None  # settings that have become impossible: `step()` says so
+        state = slot.state if arena.state_of(k) is arena.home_of(k) else arena.home_of(k)
+        return Guess(store, k, rows, state, slot.weights.view(NUMPY_WIRE[arena.plan.buckets[k].wire]), record)
 
     def forget(self, arena: Arena, bucket: int) -> None:
         """The bucket's gradients change: what was made of them is void."""
         if self._waiting:
             self._waiting = deque(w for w in self._waiting if not (w[0].arena is arena and w[1] == bucket))
         self._guesses.pop((arena.number, bucket), None)
+        if self._making is not None and self._making.of == (arena.number, bucket):
+            self._making = None
 
     def accept(self, work: BucketWork) -> Guess | None:
         """At the step: the guess, if it was right. Its state is the bucket's now; its weights are to be sent at once.
 
         Without a right guess the bucket is as if nothing had been guessed.
         """
-        guess = self._guesses.pop((work.work.arena.number, work.index), None)
+        of = work.work.arena.number, work.index
+        guess, half = self._guesses.pop(of, None), self._making
+        if half is not None and half.of == of:
+            guess, self._making = half, None
         if guess is None:
             return None
         if not np.array_equal(guess.rows.view(np.uint32), work.coefficients().view(np.uint32)):
             self.misses += 1
             return None
+        while guess is half and not guess.go_on(self._threads):
+            pass
         self.hits += 1
         work.work.arena.move(work.index, guess.state)
         return guess
@@ -180,6 +213,7 @@ class Speculation:
     def clear(self) -> None:
         """Nothing is guessed any more, and nothing waits to be."""
         self._waiting.clear()
+        self._making = None
         self._guesses.clear()
 
     def bring_home(self, arenas: Sequence[Arena]) -> None:

@@ -13,3 +13,9 @@ def no_thread_is_left() -> Iterator[None]:
     before = ours()
     yield
     assert ours() <= before
+
+
+@pytest.fixture(autouse=True)
+def guesses_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets here are small; a guess is made part by part all the same."""
+    monkeypatch.setattr("hf_offload.engine.speculation.PART", 7)

@@ -14,6 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_offload import OffloadAdam
+from hf_offload.engine.arena import Arena
+from hf_offload.engine.hyper import Coefficients
+from hf_offload.engine.speculation import Basis, Speculation
+from hf_offload.engine.stats import StepRecord
+from hf_offload.engine.store import GradientStore
+from hf_offload.engine.work import ArenaWork, BucketWork
+from hf_offload.kernels import cpu
 from support.engine import LONG, TinyLM, batches, kernels, same, settings, state, weights
 
 
@@ -488,3 +495,69 @@ def test_fp16_scale_is_part_of_the_guess() -> None:
     assert found == [(0, 4), (4, 4), (8, 4), (12, 4), (12, 8), (16, 8), (20, 8), (24, 8)]
     optimizer.close()
     assert np.isfinite(model.items[0].detach().numpy()).all()
+
+
+# ---- a guess is made part by part
+
+
+def half_made() -> tuple[Speculation, Arena, GradientStore, Coefficients]:
+    """One bucket of 20 elements, of which the first 7 have been stepped ahead."""
+    torch.manual_seed(0)
+    arena = Arena([torch.zeros(15, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.bfloat16)], [0, 0], 1 << 20)
+    for i, a in enumerate((arena.master, arena.exp_avg, arena.exp_avg_sq)):
+        a[:] = np.linspace(0.1, 1.0 + i, 20, dtype=np.float32)
+    store = GradientStore(arena, "wire", threads=1)
+    store.receive(0, np.arange(0x3F00, 0x3F14, dtype=np.uint16), [0, 1], [False, False])
+    rows = rows_of(1.0)
+    speculation = Speculation(1 << 20, threads=1)
+    speculation.reserve(arena)
+    speculation.offer(store, 0, Basis(rows, [np.zeros(2, np.int64)]), StepRecord(1))
+    assert speculation.turn()
+    return speculation, arena, store, rows
+
+
+def rows_of(factor: float) -> Coefficients:
+    group = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
+    return Coefficients([{**group, "maximize": False}], factor)
+
+
+def bucket_work(arena: Arena, rows: Coefficients) -> BucketWork:
+    table = rows.table(np.zeros(2, np.int64), arena.steps + 1, np.arange(2))
+    work = ArenaWork(arena, None, arena.params, [0, 0], [1, 1], table, np.arange(2))  # type: ignore[arg-type]
+    return BucketWork(work, 0, "all")
+
+
+def test_step_finishes_a_guess_that_is_half_made() -> None:
+    speculation, arena, store, rows = half_made()
+    before = [a.copy() for a in arena.state_of(0)]
+    expected, weights = [a.copy() for a in before], np.zeros(20, np.uint16)
+    work = bucket_work(arena, rows)
+    cpu.adam_step(
+        *expected, store.of_bucket(0), weights, arena.bucket_bounds[0], work.coefficients(), wire="bfloat16", threads=1
+    )
+    guess = speculation.accept(work)
+    assert guess is not None and speculation.hits == 1
+    assert guess.weights.tobytes() == weights.tobytes()
+    assert [a.tobytes() for a in arena.state_of(0)] == [a.tobytes() for a in expected]
+    assert arena.state_of(0) is guess.state and speculation.accept(work) is None
+    assert [a.tobytes() for a in arena.home_of(0)] == [a.tobytes() for a in before]
+
+
+def test_a_guess_that_is_half_made_and_wrong_is_dropped() -> None:
+    speculation, arena, _, _ = half_made()
+    before = [a.copy() for a in arena.state_of(0)]
+    assert speculation.accept(bucket_work(arena, rows_of(0.5))) is None
+    assert speculation.misses == 1 and speculation.hits == 0
+    assert not speculation.turn()
+    assert [a.tobytes() for a in arena.state_of(0)] == [a.tobytes() for a in before]
+
+
+@pytest.mark.parametrize("how", ["forget", "clear"])
+def test_a_guess_that_is_half_made_is_forgotten(how: str) -> None:
+    speculation, arena, _, rows = half_made()
+    if how == "forget":
+        speculation.forget(arena, 0)
+    else:
+        speculation.clear()
+    assert not speculation.turn()
+    assert speculation.accept(bucket_work(arena, rows)) is None
