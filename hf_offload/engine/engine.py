@@ -365,13 +365,17 @@ class Engine:
         if self._delay is not None and self._delay.pending and not self._closed:
             self._check_undelivered()
             with self.meter.waiting():
-                assert self._pipeline is not None and self.meter.current is not None
-                self._delay.delivering = True  # an interrupt from here on: it is delivered once more
-                delivered = self._delay.pending
-                self._deliver(delivered)
-                self._pipeline.submit(StepWork((), (), delivered), self.meter.current)
-                self._delay.end()
-                self._pipeline.wait_all()
+                self._send_pending(self._delay).wait_all()
+
+    def _send_pending(self, delay: Delay) -> Pipeline:
+        """Delayed: the pending update goes to the device."""
+        assert self._pipeline is not None and self.meter.current is not None
+        delay.delivering = True  # an interrupt from here on: it is delivered once more
+        delivered = delay.pending
+        self._deliver(delivered)
+        self._pipeline.submit(StepWork((), (), delivered), self.meter.current)
+        delay.end()
+        return self._pipeline
 
     def _wait_step(self) -> None:
         """Return when no step is under way. Delayed: the last update may be pending."""
@@ -526,8 +530,18 @@ class Engine:
                 self.settle_state()
         finally:
             self._closed = True
-            self._release()
+            try:
+                self._send_what_is_left()
+            finally:
+                self._release()
         self.wait_all()  # there is nothing to wait for; it raises what the last step may have left behind
+
+    def _send_what_is_left(self) -> None:
+        """Delayed: Ctrl-C fell into the wait for the pending update; the step's thread ends with all it was given."""
+        delay, pipeline = self._delay, self._pipeline
+        if delay is not None and delay.pending and pipeline and not pipeline.failed and not delay.overwritten():
+            pipeline.wait_all()
+            self._send_pending(delay)
 
     def _release(self) -> None:
         if self._pipeline is not None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_offload import OffloadAdam, OffloadConfig
+from hf_offload.engine.engine import Engine
+from hf_offload.engine.pipeline import Pipeline
 from hf_offload.errors import ConfigError, StateError
 from support.engine import (
     EXACT,
@@ -98,6 +100,30 @@ class Run:
     def end(self) -> Any:
         self.optimizer.close()
         return weights(self.model), state(self.optimizer)
+
+
+@pytest.mark.parametrize("reached", ["wait_step", "deliver", "submitted"])
+def test_ctrl_c_in_close_does_not_lose_the_pending_update(monkeypatch: pytest.MonkeyPatch, reached: str) -> None:
+    data = list(itertools.islice(batches(), 5))
+    expected, run = Run(), Run()
+    for each in (expected, run):
+        each.steps(data)
+    name = {"wait_step": "Engine._wait_step", "deliver": "Engine._deliver", "submitted": "Pipeline.wait_all"}[reached]
+    module = "engine" if name.startswith("Engine") else "pipeline"
+    real = getattr({"Engine": Engine, "Pipeline": Pipeline}[name.split(".")[0]], name.split(".")[1])
+    interrupts = iter([KeyboardInterrupt])
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        for error in interrupts:
+            raise error
+        return real(self, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"hf_offload.engine.{module}.{name}", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.optimizer.close()
+    run.optimizer.close()
+    assert same(weights(run.model), expected.end()[0])
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 5])
