@@ -255,21 +255,28 @@ def test_a_step_that_failed_unseen_is_told_of_at_the_latest_when_closing(how: st
     learn(model, optimizer)
     optimizer.synchronize()
 
+    returned = threading.Event()
+
     def broken(*args: Any, **kwargs: Any) -> Any:
+        assert returned.wait(30.0)  # `step()` itself does not see it
         raise OSError("the link is down")
+
+    def fail(model: nn.Module, optimizer: OffloadAdam) -> None:
+        learn(model, optimizer)
+        returned.set()
 
     optimizer.engine.placement.transport.to_device = broken  # type: ignore[method-assign]
     told = r"the link is down.*half stepped"
     if how == "close":
-        learn(model, optimizer)
+        fail(model, optimizer)
         with pytest.raises(StateError, match=told):
             optimizer.close()
     elif how == "with":
         with pytest.raises(StateError, match=told), optimizer:
-            learn(model, optimizer)
+            fail(model, optimizer)
     else:
         with pytest.raises(ZeroDivisionError), optimizer:
-            learn(model, optimizer)
+            fail(model, optimizer)
             raise ZeroDivisionError
     assert not optimizer.engine.placement.pinned_bytes
 
