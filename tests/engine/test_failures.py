@@ -137,7 +137,8 @@ def test_a_failed_optimizer_goes_like_any_other() -> None:
         model, optimizer, _ = broken("kernel", "overlapped")
         grads = watched_gradients(model)
         with failing_kernel(0):
-            optimizer.step()
+            with contextlib.suppress(StateError):
+                optimizer.step()
             with pytest.raises(StateError):
                 optimizer.synchronize()
         optimizer.zero_grad()

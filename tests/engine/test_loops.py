@@ -186,7 +186,8 @@ class Loop:
 
 
 def total(optimizer: OffloadAdam) -> float:
-    entries = optimizer.state_dict()["state"].values()
+    """Of all state that was ever stepped: streamed, a parameter that was unfrozen gets its own a little earlier."""
+    entries = [e for e in optimizer.state_dict()["state"].values() if float(e["step"])]
     return sum(float(e[name].double().sum()) for e in entries for name in ("exp_avg", "exp_avg_sq", "master", "step"))
 
 
