@@ -302,7 +302,7 @@ class Engine:
         delivered = self._delay.next(buckets, self._most_steps()) if self._delay is not None else buckets
         self._deliver(delivered)
         if self._delay is not None:
-            self._delay.note_weights()
+            self._delay.note_weights(buckets)
         return StepWork(works, buckets, delivered)
 
     def _deliver(self, delivered: Sequence[BucketWork]) -> None:
@@ -347,15 +347,17 @@ class Engine:
         if self.config.stream_gradients:
             check_streaming(several_ranks())
         stages = Stages(self.placement.transport, self.threads, self.config.timeout_s, self._ranges)
-        self._delay = Delay(self.config.delay_warmup_steps) if name == "delayed" else None
         schedule = make_schedule(name, self.config, self.speculation)
-        self._pipeline = Pipeline(stages, schedule, self.speculation)
+        pipeline = Pipeline(stages, schedule, self.speculation)
+        if name == "delayed":
+            self._delay = Delay(self.config.delay_warmup_steps, lambda: pipeline.delivered)
+        self._pipeline = pipeline
         if self.config.stream_gradients:
             self.stream = GradientStream(
                 self.placement.transport, self._pipeline, self.meter, self.threads, self.config.accumulate_dtype,
                 self.speculation, self._groups, self._ranges,
             )  # fmt: skip
-        return self._pipeline
+        return pipeline
 
     # ---- waiting
 

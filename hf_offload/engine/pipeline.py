@@ -149,6 +149,11 @@ class Pipeline:
         return self._step.record.step if self._step is not None else 0
 
     @property
+    def delivered(self) -> object:
+        """The buckets that the newest step delivers: the very object it was given. None before the first."""
+        return self._step.delivered if self._step is not None else None
+
+    @property
     def running(self) -> bool:
         return self._step is not None and not self._step.ended
 

@@ -44,9 +44,11 @@ class _Mover:
     def up(self, runs: Iterable[tuple[int, int, int]]) -> None:
         """Copy weights: runs of (to, from, bytes), addresses. Without the GIL."""
         self._weights_wait = True
-        with self._lock:
-            for to, source, nbytes in runs:
-                ctypes.memmove(to, source, nbytes)
+        try:
+            with self._lock:
+                for to, source, nbytes in runs:
+                    ctypes.memmove(to, source, nbytes)
+        finally:
             self._weights_wait = False
 
     def down(self, runs: Iterable[tuple[int, int, int]]) -> None:

@@ -164,15 +164,16 @@ def rounded(run: Run) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("what", APPLIES)
 def test_what_applies_the_pending_update(what: str) -> None:
-    run = Run(warmup=0)
+    with copies(late("h2d", 3e-3)):
+        run = Run(warmup=0)
     run.steps(list(itertools.islice(batches(), 2)))
     run.optimizer.engine.wait_gradients()
-    assert not same(weights(run.model), rounded(run)), "a step behind"
+    new = rounded(run)
+    assert not same(weights(run.model), new), "a step behind"
     APPLIES[what](run)
-    assert same(weights(run.model), rounded(run))
-    before = weights(run.model)
+    assert same(weights(run.model), new)
     run.optimizer.synchronize()
-    assert same(weights(run.model), before), "once"
+    assert same(weights(run.model), new), "once"
     run.optimizer.close()
 
 
@@ -218,6 +219,21 @@ def test_loading_weights_applies_it_first_and_wins() -> None:
     run.optimizer.synchronize()
     assert all((a - b).abs().max() < 0.1 for a, b in zip(weights(run.model).values(), weights(other).values()))
     run.optimizer.close()
+
+
+def test_loading_optimizer_state_applies_it_first() -> None:
+    """AdamW's has no masters: they are taken from the weights, which must be those of the last step."""
+    run, twin = Run(warmup=0), Run(warmup=0)
+    for each in (run, twin):
+        each.steps(list(itertools.islice(batches(), 2)))
+    saved = twin.optimizer.state_dict()
+    for entry in saved["state"].values():
+        del entry["master"]
+    run.optimizer.load_state_dict(saved)
+    run.optimizer.synchronize()
+    assert same(weights(run.model), weights(twin.model))
+    for each in (run, twin):
+        each.optimizer.close()
 
 
 def test_a_skipped_step_leaves_it_pending() -> None:
@@ -343,3 +359,60 @@ def test_poison_changes_nothing_for_who_waits(mode: str) -> None:
     plan = Plan(steps=4, accumulation=2, missing={1: 3})
     delay = late("h2d", 1e-3)
     assert train(settings(mode, poison=True), plan, delay) == train(settings(mode), plan)
+
+
+# ---- Ctrl-C between one step and the next
+
+
+def two_layers() -> tuple[nn.Sequential, OffloadAdam]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 3, bias=False), nn.Linear(3, 1, bias=False))
+    config = OffloadConfig(schedule="delayed", delay_warmup_steps=0, bucket_bytes=12)
+    return model, OffloadAdam(model.parameters(), lr=1e-2, config=config, model=model)
+
+
+def give(model: nn.Sequential, *which: int) -> None:
+    for i in which:
+        model[i].weight.grad = torch.ones_like(model[i].weight)
+
+
+@pytest.mark.parametrize("at", ["Engine._deliver", "Pipeline.submit"])
+def test_a_step_that_is_not_taken_keeps_the_update_that_is_pending(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """That of the layer, above all, for which the interrupted step had no gradient."""
+    model, optimizer = two_layers()
+    give(model, 0, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    give(model, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(f"hf_offload.engine.{at.split('.')[0].lower()}.{at}", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    for layer in model:
+        assert torch.equal(layer.weight, optimizer.state[layer.weight]["master"])
+        assert optimizer.state[layer.weight]["step"] == 1
+    optimizer.close()
+
+
+def test_a_write_over_a_pending_update_is_told_after_an_interrupted_wait_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = two_layers()
+    give(model, 0, 1)
+    optimizer.step()
+    with monkeypatch.context() as patched:
+        patched.setattr("hf_offload.engine.pipeline.Pipeline.submit", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.synchronize()
+    optimizer.step()
+    optimizer.engine.wait_gradients()
+    with torch.no_grad():
+        model[0].weight.fill_(7.0)
+    with pytest.raises(StateError, match="a weight was written to while an update for it was pending"):
+        optimizer.step()
+    with pytest.raises(StateError):
+        optimizer.close()
+
+
+def interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt

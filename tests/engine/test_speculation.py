@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +23,7 @@ from hf_offload.engine.stats import StepRecord
 from hf_offload.engine.store import GradientStore
 from hf_offload.engine.work import ArenaWork, BucketWork
 from hf_offload.kernels import cpu
-from support.engine import LONG, TinyLM, batches, kernels, same, settings, state, weights
+from support.engine import LATE, LONG, TinyLM, batches, kernels, same, settings, state, weights
 
 
 class Items(nn.Module):
@@ -174,6 +176,44 @@ def test_checkpoints_are_plain(tmp_path: Any) -> None:
     torch.save(dict(optimizer.state), tmp_path / "raw.pt")  # the entries themselves
     assert len(torch.load(tmp_path / "raw.pt", weights_only=False)) == 4
     optimizer.close()
+
+
+def test_the_state_is_brought_home_when_no_guess_is_under_way() -> None:
+    """Else the guess is written over what is read: it is made where the state is not."""
+    gate, reached = threading.Event(), threading.Event()
+    gate.set()
+    model, optimizer = one(ring_slots=4)
+    with kernels(lambda: (reached.set(), gate.wait(LONG))[0], ("adam_step_into",)):
+        model().backward()
+        guessed(optimizer, 4)
+        optimizer.step()  # hits: the state lies in the shadow now
+        optimizer.zero_grad()
+        optimizer.synchronize()
+        gate.clear()
+        reached.clear()
+        model().backward()
+        assert reached.wait(LONG)
+        threading.Timer(LATE, gate.set).start()
+        shown = optimizer.state_dict()["state"]  # live views
+        before = copy.deepcopy(shown)
+        time.sleep(2 * LATE)
+    assert all(same(shown[i], before[i]) for i in before)
+    assert counts(optimizer) == (4, 0)
+    optimizer.close()
+
+
+def test_state_is_loaded_over_what_lies_in_the_shadow() -> None:
+    model, optimizer = one()
+    twin, other = one("in_order")
+    for m, o, times in ((model, optimizer, 1.0), (twin, other, 0.3)):
+        m(times=times).backward()
+        if o is optimizer:
+            guessed(optimizer, 4)
+        o.step()
+    optimizer.load_state_dict(other.state_dict())
+    assert same(state(optimizer), state(other))
+    for o in (optimizer, other):
+        o.close()
 
 
 # ---- what makes a guess wrong
@@ -374,6 +414,23 @@ def test_it_stops_guessing_where_guesses_fail_and_begins_again() -> None:
         optimizer.zero_grad()
     assert counts(optimizer)[0] == hits + 12, "it has begun again"
     assert counts(optimizer)[1] == misses[13]
+    optimizer.close()
+
+
+def test_settings_that_change_between_steps_are_guessed_right() -> None:
+    """A guess begins anew with each step, and where gradients were dropped."""
+    model, optimizer = one()
+    for step in range(4):
+        for dropped in (True, False) if step % 2 else (False,):
+            optimizer.param_groups[0]["lr"] = 1e-3 * (2 * step + dropped + 1)
+            model().backward()
+            optimizer.engine.stream.settle()
+            guessed(optimizer, 4)
+            if dropped:
+                optimizer.zero_grad()
+        optimizer.step()
+        model.zero_grad()  # the optimizer hears nothing of it
+    assert counts(optimizer) == (16, 0)
     optimizer.close()
 
 

@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hf_offload import OffloadAdam
+from hf_offload.engine.pipeline import Pipeline
 from hf_offload.errors import StateError
 from support.engine import (
     LATE,
@@ -208,12 +210,20 @@ def test_the_host_step_waits_for_the_gradients() -> None:
     assert found == train(settings("in_order"), plan)
 
 
+@pytest.mark.parametrize("mode", ["overlapped", "streamed", "speculative"])
 @pytest.mark.parametrize("ring_slots", [1, 2, 3])
-def test_an_up_slot_is_the_copys_until_it_has_arrived(ring_slots: int) -> None:
+def test_an_up_slot_is_the_copys_until_it_has_arrived(ring_slots: int, mode: str) -> None:
     """Else the host step of bucket k + ring overwrites the weights of bucket k on their way."""
     plan = Plan(steps=2)
-    found = train(settings("overlapped", ring_slots=ring_slots), plan, late("h2d", 3e-3))
+    found = train(settings(mode, ring_slots=ring_slots), plan, late("h2d", 3e-3))
     assert found == train(settings("in_order"), plan)
+
+
+def test_an_up_slot_is_the_copys_where_a_pending_update_goes_up() -> None:
+    """Delayed has a reference of its own: a ring so long that no slot is used twice."""
+    plan = Plan(steps=3)
+    found = train(settings("delayed", delay_warmup_steps=0), plan, late("h2d", 3e-3))
+    assert found == train(settings("delayed", delay_warmup_steps=0, ring_slots=128), plan)
 
 
 @pytest.mark.parametrize("ring_slots", [1, 2, 3])
@@ -222,6 +232,15 @@ def test_a_down_slot_is_the_host_steps_until_it_has_returned(ring_slots: int) ->
     plan = Plan(steps=2)
     with kernels(lambda: time.sleep(3e-3)):
         found = train(settings("overlapped", ring_slots=ring_slots), plan)
+    assert found == train(settings("in_order"), plan)
+
+
+@pytest.mark.parametrize("ring_slots", [1, 2, 3])
+def test_a_down_slot_is_the_stores_until_its_gradients_are_there(ring_slots: int) -> None:
+    """Else the gradients of a bucket that leaves later overwrite those that are still to be put away."""
+    plan = Plan(steps=2, accumulation=2)
+    with kernels(lambda: time.sleep(3e-3), ("put", "add")):
+        found = train(settings("streamed", ring_slots=ring_slots), plan)
     assert found == train(settings("in_order"), plan)
 
 
@@ -322,6 +341,7 @@ def test_a_write_to_a_gradient_behind_our_back_raises() -> None:
     hold.release()
     with pytest.raises(StateError, match=r"gradient was written to.*zero_grad"):
         optimizer.synchronize()
+    assert same(weights(model), weights(TinyLM())), "none was stepped with it"
     with pytest.raises(StateError):
         optimizer.close()
 
@@ -345,6 +365,147 @@ def test_a_write_whose_version_moves_late_raises_too() -> None:
         optimizer.close()
 
 
+def test_a_write_to_weights_before_their_copy_raises() -> None:
+    """Before the copy, which would overwrite it: what was written stays."""
+    hold = Hold("d2h")
+    with copies(hold):
+        model = TinyLM()
+        optimizer = optimizer_of(model, settings("overlapped"))
+    model(next(batches()))  # binds
+    hold.close()
+    handmade(model, 0)
+    optimizer.step()
+    with torch.no_grad():
+        model.embed.weight.zero_()
+    hold.release()
+    with pytest.raises(StateError, match="a weight was written to while the step was still under way"):
+        optimizer.synchronize()
+    assert not model.embed.weight.any()
+    with pytest.raises(StateError):
+        optimizer.close()
+
+
+# ---- gradients that left, and are not put away yet
+
+
+def after_a_slow_put(then: Callable[[nn.Module, OffloadAdam], object]) -> None:
+    """Backward, `then(model, optimizer)` while the first gradients still lie in their slots, and a step: bits of in
+    order."""
+
+    def run(mode: str, gate: threading.Event) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model = TinyLM()
+        optimizer = optimizer_of(model, settings(mode, bucket_bytes=1 << 20, ring_slots=16))
+        model(next(batches())).backward()
+        threading.Timer(LATE, gate.set).start()
+        then(model, optimizer)
+        optimizer.step()
+        optimizer.synchronize()
+        result = weights(model), state(optimizer)
+        optimizer.close()
+        return result
+
+    gate = threading.Event()
+    with kernels(lambda: gate.wait(LONG), ("put",)):
+        found = run("streamed", gate)
+    expected = run("in_order", threading.Event())
+    assert same(found[0], expected[0]) and same(found[1], expected[1])
+
+
+def test_the_norm_waits_for_gradients_that_left() -> None:
+    after_a_slow_put(lambda model, optimizer: optimizer.clip_grad_norm_(0.5))
+
+
+def test_gradients_by_hand_are_copied_when_step_returns() -> None:
+    """Whoever put them there may go on writing to them."""
+    model, reference = expected()
+    hold = Hold("d2h")
+    with copies(hold):
+        found = TinyLM()
+        optimizer = optimizer_of(found, settings("streamed", bucket_bytes=1 << 20, ring_slots=16))
+    optimizer.engine.bind_trainable()
+    handmade(found, 0)
+    given = [p.grad for p in found.parameters()]
+    hold.close()
+    hold.release(after=LATE)
+    optimizer.step()
+    for grad in given:
+        grad.fill_(-7.0)
+    optimizer.synchronize()
+    assert same(weights(found), weights(model))
+    for o in (optimizer, reference):
+        o.close()
+
+
+def test_binding_waits_for_gradients_that_left() -> None:
+    """Seeding goes through the ring: else weights lie where gradients did."""
+    after_a_slow_put(lambda model, optimizer: optimizer.engine.bind([nn.Parameter(torch.ones(500))]))
+
+
+def test_a_look_at_changed_weights_waits_for_gradients_that_left() -> None:
+    """They come down through the ring as well."""
+
+    def change(model: nn.Module, optimizer: OffloadAdam) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.5)
+
+    after_a_slow_put(change)
+
+
+def test_zeroing_in_place_waits_for_gradients_that_left() -> None:
+    """Else they come after the zeros."""
+    after_a_slow_put(lambda model, optimizer: optimizer.zero_grad(set_to_none=False))
+
+
+def test_close_waits_for_gradients_that_left() -> None:
+    """Else the transport ends under them, which is told as a failed step."""
+    with copies(late("d2h", 5e-3)):
+        model = TinyLM()
+        optimizer = optimizer_of(model, settings("streamed", bucket_bytes=1 << 20, ring_slots=16))
+    model(next(batches())).backward()
+    optimizer.close()
+
+
+# ---- a step that was taken, of which an interrupt kept its thread from being told
+
+
+def untold_step(optimizer: OffloadAdam) -> None:
+    with patch.object(Pipeline, "_wake", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+
+
+def test_gradients_that_leave_after_an_untold_step_come_after_it() -> None:
+    """Else the step is taken with the gradients of the next."""
+
+    def run(mode: str) -> dict[str, Tensor]:
+        model = TinyLM()
+        optimizer = optimizer_of(model, settings(mode))
+        optimizer.engine.bind_trainable()
+        for factor in (1.0, -2.0):
+            sum((p * factor).sum() for p in model.parameters()).backward()
+            if mode == "streamed" and factor == 1.0:
+                untold_step(optimizer)
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return weights(model)
+
+    assert same(run("streamed"), run("in_order"))
+
+
+def test_an_untold_step_is_taken_though_close_is_interrupted_as_well() -> None:
+    model, reference = expected()
+    found = TinyLM()
+    optimizer = optimizer_of(found, settings("overlapped"))
+    handmade(found, 0)
+    untold_step(optimizer)
+    with patch.object(Pipeline, "wait_all", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        optimizer.close()
+    assert same(weights(found), weights(model))
+    reference.close()
+
+
 # ---- whoever else reads or writes weights
 
 
@@ -352,6 +513,7 @@ READERS: dict[str, Callable[[nn.Module, OffloadAdam], object]] = {
     "synchronize": lambda model, optimizer: optimizer.synchronize(),
     "eval": lambda model, optimizer: optimizer.eval(),
     "optimizer.state_dict": lambda model, optimizer: optimizer.state_dict(),
+    "optimizer.state": lambda model, optimizer: optimizer.state[next(model.parameters())]["exp_avg"],
     "close": lambda model, optimizer: optimizer.close(),
     "reseed": lambda model, optimizer: optimizer.reseed(),
     "attach again": lambda model, optimizer: optimizer.attach(model.layers),

@@ -315,6 +315,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "more elements": lambda t: torch.zeros(8, 4, 2, 3, dtype=t.dtype),
     "another shape": lambda t: t.reshape(4, 4, 2, 3).clone() if t.dim() else t,
     "memory format": channels_last,
+    "a view at the same address": lambda t: t.transpose(0, 1),
     "expanded": lambda t: t[:1].clone().expand(4, 4, 3, 2),
 }
 

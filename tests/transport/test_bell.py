@@ -64,6 +64,19 @@ def test_it_gives_up_only_where_nothing_moves() -> None:
     assert bell.wait(lambda: next(looks), 0.001, lambda: next(ticks))
 
 
+def test_what_becomes_true_just_before_it_listens_is_heard() -> None:
+    """Nobody rings for it any more: it looks once more before it listens."""
+    asked: list[float] = []
+
+    def moved() -> int:
+        asked.append(time.monotonic())
+        return 0
+
+    looks = iter([False, True, True])
+    assert Bell().wait(lambda: next(looks), 0.05, moved)
+    assert len(asked) == 1, "asked again only after it has listened in vain"
+
+
 def test_a_timeout_beyond_what_the_system_can_wait_is_no_error() -> None:
     bell = Bell()
     threading.Timer(0.01, bell.ring).start()
