@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -55,6 +56,12 @@ class Device:
             time.sleep(left)
 
 
+def device_memory(numel: int) -> Tensor:
+    """bf16[numel] in one piece and, where the system has them, huge pages, which NumPy asks for and torch does not: a
+    device's memory has large pages, too."""
+    return torch.from_numpy(np.empty(numel, np.int16)).view(torch.bfloat16)
+
+
 class Memory:
     """Initial weights and gradients of a model: two flat bf16 tensors of `numel` elements, made once, read by all."""
 
@@ -63,8 +70,8 @@ class Memory:
         self.sizes = sizes
         numel = sum(map(sum, sizes))
         made = torch.Generator().manual_seed(seed)
-        self.weights = torch.empty(numel, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=made)
-        self.gradients = torch.empty(numel, dtype=torch.bfloat16).normal_(0.0, 1e-3, generator=made)
+        self.weights = device_memory(numel).normal_(0.0, 0.02, generator=made)
+        self.gradients = device_memory(numel).normal_(0.0, 1e-3, generator=made)
 
     def split(self, flat: Tensor) -> list[list[Tensor]]:
         """Views of `flat`, one a tensor, by module."""
@@ -100,7 +107,7 @@ class _Wait(torch.autograd.Function):
 
 
 class EmulatedModule(nn.Module):
-    """One module: `forward_s` and `backward_s` seconds of waiting, its own copy of the weights, shared gradients."""
+    """One module: `forward_s` and `backward_s` seconds of waiting, its weights, shared gradients."""
 
     def __init__(
         self,
@@ -113,7 +120,7 @@ class EmulatedModule(nn.Module):
         super().__init__()
         self.device, self.forward_s, self.backward_s = device, forward_s, backward_s
         self.gradients = list(gradients)
-        self._flat = [nn.Parameter(w.clone()) for w in weights]
+        self._flat = [nn.Parameter(w) for w in weights]
         for i, p in enumerate(self._flat):
             self.register_parameter(f"weight_{i}", p)
 
@@ -135,7 +142,8 @@ class EmulatedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.device = Device()
-        weights, gradients = memory.split(memory.weights), memory.split(memory.gradients)
+        mine = device_memory(memory.weights.numel()).copy_(memory.weights)
+        weights, gradients = memory.split(mine), memory.split(memory.gradients)
         last = len(memory.sizes) - 1
         made = [
             EmulatedModule(self.device, w, g, *(edge_seconds if i in (0, last) else block_seconds))

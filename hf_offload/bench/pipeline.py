@@ -185,6 +185,7 @@ class Round:
 
     Attributes:
         step, main, process: wall, CPU of the training thread, CPU of the process.
+        stepping: of `main`, what clip_grad_norm_(), step() and zero_grad() took.
         threads: CPU of each of the engine's threads, by name.
         engine_exposed: what the optimizer's stats say of its last finished step.
         hits, misses: guesses, counted by the optimizer.
@@ -194,6 +195,7 @@ class Round:
     step: float
     main: float
     process: float
+    stepping: float
     threads: Mapping[str, float]
     engine_exposed: float = 0.0
     hits: int = 0
@@ -208,8 +210,9 @@ class _Spent:
         self.wall, self.main, self.process = time.perf_counter(), time.thread_time(), time.process_time()
         self.threads = thread_seconds()
 
-    def since(self, start: _Spent, steps: int) -> Round:
+    def since(self, start: _Spent, steps: int, stepping: float) -> Round:
         return Round(
+            stepping=stepping / steps,
             step=(self.wall - start.wall) / steps,
             main=(self.main - start.main) / steps,
             process=(self.process - start.process) / steps,
@@ -256,17 +259,21 @@ def _train(setting: Setting, model: EmulatedModel, step: Callable[[], None], war
     """Warm-up steps, `warm()`, then the window: from the start of one step to the start of a later one."""
     x = torch.zeros(1)
 
-    def steps(count: int) -> None:
+    def steps(count: int) -> float:
+        stepping = 0.0
         for _ in range(count):
             model(x).backward()
             model.device.synchronize()
+            before = time.thread_time()
             step()
+            stepping += time.thread_time() - before
+        return stepping
 
     steps(setting.warmup_steps)
     warm()
     start = _Spent()
-    steps(setting.steps)
-    return _Spent().since(start, setting.steps)
+    stepping = steps(setting.steps)
+    return _Spent().since(start, setting.steps, stepping)
 
 
 def _train_with(
@@ -424,9 +431,10 @@ def run(setting: Setting, say: Callable[[str], None] = lambda text: None) -> Res
             rounds[name].append(lab.none() if name == NONE else lab.round(chosen[name]))
     say("Comparing weights ...")
     bits = {biting: lab.reference(ALWAYS if biting else None) for biting in {c.clip == ALWAYS for c in chosen.values()}}
-    base = statistics.median(r.step for r in rounds[NONE]), statistics.median(r.main for r in rounds[NONE])
+    base = statistics.median(r.step for r in rounds[NONE]), statistics.median(r.main - r.stepping for r in rounds[NONE])
     units = setting.units(measured, base[0])
-    rows = {NONE: _row(rounds[NONE], base, Bound(0.0, ()), measured, "none", None)}
+    none = _row(rounds[NONE], base, Bound(0.0, ()), measured, "none", None)
+    rows = {NONE: dataclasses.replace(none, main=0.0)}
     for name, contender in chosen.items():
         same = all(r.digest == bits[contender.clip == ALWAYS] for r in rounds[name]) if contender.exact else None
         clip = {None: "none", NEVER: "never bites", ALWAYS: "always bites"}[contender.clip]
@@ -442,6 +450,7 @@ def _row(
 ) -> Row:  # fmt: skip
     step = statistics.median(r.step for r in rounds)
     exposed = step - base[0]
-    main = statistics.median(r.main for r in rounds) - base[1]
+    hooks = statistics.median(r.main - r.stepping for r in rounds) - base[1]
+    main = statistics.median(r.stepping for r in rounds) + hooks
     hidden, bound_hidden = (1 - seconds / measured.seconds for seconds in (exposed, least.exposed))
     return Row(step, exposed, least, hidden, bound_hidden, main, tuple(rounds), clip, same)

@@ -29,7 +29,8 @@ def as_json(result: Result) -> dict[str, Any]:
     """Seconds are of one step: medians over the rounds of means over each round's window.
 
     Of each schedule: `exposed_seconds` is `step_seconds` less that of `none`; `main_thread_seconds` the CPU time of the
-    training thread less that of `none`; `hidden_fraction` 1 - exposed / (d2h + host_step + h2d), the stages alone;
+    training thread in clip_grad_norm_(), step() and zero_grad(), and what forward and backward take it more than with
+    `none`, which the hooks do; `hidden_fraction` 1 - exposed / (d2h + host_step + h2d), the stages alone;
     `speculation_hits` and `_misses` are of buckets, in all measured steps (`rounds` x `steps` x `buckets` in all);
     `cpu_seconds` the CPU time of the engine's threads and of the process. A GPU's copy engines would do without the
     d2h and h2d of that.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_offload.bench.bound import BucketTimes
-from hf_offload.bench.emulated import Memory
+from hf_offload.bench.emulated import Memory, device_memory
 from hf_offload.engine.plan import Bucket, BucketPlan, ParamSpec, plan_buckets
 from hf_offload.kernels import cpu
 from hf_offload.transport import HostTransport, Segment
@@ -90,7 +90,7 @@ def _copies(
 ) -> tuple[list[float], list[float]]:
     """Seconds of each bucket's copy down and up, as the transport itself measures them."""
     sources = [g for module in memory.split(memory.gradients) for g in module]
-    targets = [w.clone() for module in memory.split(memory.weights) for w in module]
+    targets = [w for module in memory.split(device_memory(memory.weights.numel()).zero_()) for w in module]
     transport = HostTransport(slots, slot_bytes, link_gb_s=link_gb_s)
     try:
 
