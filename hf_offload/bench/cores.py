@@ -17,6 +17,11 @@ STEP_THREAD = "hf_offload-step"
 ENGINE = "hf_offload-"
 
 
+def engine_threads() -> list[threading.Thread]:
+    """The living threads of all engines and their transports."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith(ENGINE)]
+
+
 @dataclass(frozen=True)
 class Cores:
     """The step's cores, and those of the training thread and the copies; all for both where there are too few."""
@@ -28,8 +33,8 @@ class Cores:
         """Bind the training thread, which calls this, and all threads of engines to their cores."""
         if not hasattr(os, "sched_setaffinity"):
             return
-        for thread in threading.enumerate():
-            if thread.native_id is not None and thread.name.startswith(ENGINE):
+        for thread in engine_threads():
+            if thread.native_id is not None:
                 os.sched_setaffinity(thread.native_id, self.step if thread.name == STEP_THREAD else self.rest)
         os.sched_setaffinity(0, self.rest)
 

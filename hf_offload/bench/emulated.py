@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_offload.transport.host import sleep_until
+
 EDGE_SHARE = 0.07
 """The embedding's share of all parameters, and the head's."""
 
@@ -43,17 +45,11 @@ class Device:
     def work(self, seconds: float) -> None:
         """Queue work of so many seconds; returns when Python would go on."""
         self._end = max(self._end, time.perf_counter()) + seconds
-        self._sleep_until(self._end - AHEAD_S)
+        sleep_until(self._end - AHEAD_S)
 
     def synchronize(self) -> None:
         """Wait until all that was queued is done."""
-        self._sleep_until(self._end)
-
-    @staticmethod
-    def _sleep_until(when: float) -> None:
-        left = when - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
+        sleep_until(self._end)
 
 
 def device_memory(numel: int) -> Tensor:

@@ -21,7 +21,6 @@ import hashlib
 import math
 import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ import torch
 
 from hf_offload.bench import stages as stage_times
 from hf_offload.bench.bound import Bound, UnitTimes, bound
-from hf_offload.bench.cores import Cores, divide, spare, usable_cores
+from hf_offload.bench.cores import ENGINE, Cores, divide, engine_threads, spare, usable_cores
 from hf_offload.bench.emulated import EmulatedModel, Memory, module_sizes
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.speculation import Confidence
@@ -225,8 +224,8 @@ def thread_seconds() -> dict[str, float]:
     clock_of = getattr(time, "pthread_getcpuclockid", None)
     if clock_of is None:
         return {}
-    ours = [t for t in threading.enumerate() if t.name.startswith("hf_offload-") and t.ident is not None]
-    return {t.name.removeprefix("hf_offload-"): time.clock_gettime(clock_of(t.ident)) for t in ours}
+    ours = [t for t in engine_threads() if t.ident is not None]
+    return {t.name.removeprefix(ENGINE): time.clock_gettime(clock_of(t.ident)) for t in ours}
 
 
 class BusyCores:

@@ -119,11 +119,11 @@ class HostCopy:
             The seconds the move itself took.
         """
         start = max(time.perf_counter(), self._after)
-        _sleep_until(start + seconds - moving)
+        sleep_until(start + seconds - moving)
         begin = time.perf_counter()
         self._move()
         took = time.perf_counter() - begin
-        _sleep_until(start + seconds)
+        sleep_until(start + seconds)
         self._span = (start, time.perf_counter())
         self.finish(None)
         return took
@@ -280,7 +280,7 @@ class HostTransport:
         return ring
 
 
-def _sleep_until(when: float) -> None:
+def sleep_until(when: float) -> None:
     """`when`: seconds on `time.perf_counter`'s clock. If that is past, not at all: even sleep(0) takes 0.1 ms."""
     left = when - time.perf_counter()
     if left > 0:

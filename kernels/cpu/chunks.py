@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from hf_offload.kernels.cpu import jit
 
 CHUNK = 32_768
-"""Elements of one chunk: about 25 us of one core's work, a hundred times what taking a chunk costs."""
+"""Elements of one chunk: about 25 us of one core's work."""
 
 LINE = 8
 """int64 counters a cache line of 64 bytes holds: each thread's own is alone in its."""

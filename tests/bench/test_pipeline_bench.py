@@ -116,6 +116,7 @@ class FakeTime:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTime]:
     fake = FakeTime()
     monkeypatch.setattr(emulated, "time", fake)
+    monkeypatch.setattr("hf_offload.transport.host.time", fake)
     monkeypatch.setattr(emulated, "AHEAD_S", 2.0)
     yield fake
 
