@@ -1,4 +1,5 @@
-"""Every internal of transformers, accelerate, torch.amp, PEFT and TRL that hf_offload touches, and no other file does.
+"""Every internal of transformers, accelerate, torch.amp, PEFT and TRL that hf_offload touches, with
+`hf_offload.compat_saving`, and no other file does.
 
 Three moments:
 - a module of transformers has been imported (`hf_offload.autoload` tells): the flag becomes known, and three methods of
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_offload import autoload, optim_args
+from hf_offload import autoload, compat_saving, optim_args
 from hf_offload.checks import clip_target, refuse_unsupported
 from hf_offload.config import OffloadConfig
 from hf_offload.errors import ConfigError, OffloadError, UnsupportedError, explain
@@ -249,6 +250,19 @@ def _settles(original: Method) -> Method:
     return _inner_training_loop
 
 
+def _adapt_trainer_in_use(module: Any) -> None:
+    _wrap(module.Trainer, "_inner_training_loop", _settles)
+    _wrap(module.Trainer, "_save_checkpoint", compat_saving.saves_whole_folders)
+    _wrap(module.Trainer, "_load_from_checkpoint", compat_saving.verifies_before_loading)
+    _wrap(module.Trainer, "_load_optimizer_and_scheduler", compat_saving.maps_optimizer_state)
+    _wrap(module.Trainer, "_load_best_model", compat_saving.verifies_the_best_model)
+
+
+def _adapt_torch() -> None:
+    _wrap(torch, "save", compat_saving.hashes_what_it_saves)
+    _wrap(torch, "load", compat_saving.maps_what_it_loads)
+
+
 def _abandon_step(trainer: Any) -> None:
     """After an error in mid-step: the last step ends, the gradients and the pending clip factor of this one go.
 
@@ -316,6 +330,8 @@ def _adapt_accelerator(module: Any) -> None:
     _wrap(module.Accelerator, "prepare_optimizer", _prepares_optimizer)
     _wrap(module.Accelerator, "clip_grad_norm_", _clips_norm)
     _wrap(module.Accelerator, "clip_grad_value_", _clips_value)
+    _wrap(module.Accelerator, "save_state", compat_saving.saves_state)
+    _wrap(module.Accelerator, "load_state", compat_saving.loads_state)
 
 
 def _refuses_in_prepare(original: Method) -> Method:
@@ -488,7 +504,8 @@ _WHEN_IMPORTED: dict[str, Callable[[Any], None]] = {
     "hf_offload.optimizer": lambda module: activate(),
 }
 _WHEN_ACTIVE: dict[str, Callable[[Any], None]] = {
-    "transformers.trainer": lambda module: _wrap(module.Trainer, "_inner_training_loop", _settles),
+    "torch.serialization": lambda module: _adapt_torch(),
+    "transformers.trainer": _adapt_trainer_in_use,
     "transformers.trainer_callback": lambda module: _wrap(
         module.CallbackHandler, "call_event", _waits_for_foreign_callbacks
     ),

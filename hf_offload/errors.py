@@ -33,6 +33,10 @@ class StateError(OffloadError, RuntimeError):
     """The optimizer is not in a state in which the call makes sense, or a state dict does not fit it."""
 
 
+class CheckpointError(StateError):
+    """A checkpoint that is damaged, does not fit what it is loaded into, or cannot be written."""
+
+
 class TransportError(OffloadError, RuntimeError):
     """A copy, a worker thread or a wait failed."""
 

@@ -1,9 +1,10 @@
 """The layers of the design, as a check of every import in the package:
 
-    kernels <- transport <- engine <- optimizer <- {trainer, plugin, callbacks, compat} <- cli
+    kernels <- transport <- engine <- optimizer <- checkpoint <- {trainer, plugin, callbacks, compat} <- cli
 
 A module imports only from its own layer and those to its left, each layer knows one third-party world, and internals of
-transformers and accelerate are touched in `hf_offload/compat.py` alone. Imports inside functions count.
+transformers and accelerate are touched in `hf_offload/compat.py` and `compat_saving.py` alone. Imports inside functions
+count.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ LAYERS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "transport": (("transport",), frozenset({"numpy"})),
     "engine": (("engine",), frozenset({"numpy", "torch"})),
     "optimizer": (("optimizer", "state"), frozenset({"torch"})),
+    "checkpoint": (("checkpoint",), frozenset({"torch"})),
     "integration": (
-        ("trainer", "plugin", "callbacks", "compat", "checks"),
+        ("trainer", "plugin", "callbacks", "compat", "compat_saving", "checks"),
         frozenset({"torch", "transformers", "accelerate", "rich"}),
     ),
     "cli": (
@@ -165,7 +167,7 @@ def test_the_package_itself_imports_nothing_heavy() -> None:
 AFTER = list(LAYERS).index("integration")
 
 
-@pytest.mark.parametrize("module", [m for m in KNOWN if rank(m) >= AFTER and m != "hf_offload.compat"])
+@pytest.mark.parametrize("module", [m for m in KNOWN if rank(m) >= AFTER and not m.startswith("hf_offload.compat")])
 def test_internals_of_transformers_and_accelerate_are_touched_in_compat_alone(module: str) -> None:
     """As far as it can be seen: in the modules that may import them, no underscored name but our own."""
     assert foreign_internals(ast.parse(KNOWN[module].read_text(encoding="utf-8"))) == []
