@@ -106,5 +106,3 @@ def model_files(name: str) -> bool:
     """Whether the file of a checkpoint holds weights (and not optimizer, scheduler or random state)."""
     last = name.rpartition("/")[2]
     return last.endswith((".safetensors", ".index.json", ".bin")) and not last.startswith(("optimizer", "scheduler"))
-
-
