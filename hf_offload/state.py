@@ -217,7 +217,8 @@ def _settings(optimizer: OffloadAdam, group: Mapping[str, Any], saved: Mapping[s
             explain("decoupled_weight_decay", theirs, f"the saved state's decay is of another kind than here ({ours})",
                     f"Make the optimizer with decoupled_weight_decay={theirs}")
         )  # fmt: skip
-    kept = {name: group[name] for name in (*optimizer.defaults, "param_names") if name in group}
+    # In the group's own order: then a resumed run saves the very bytes of one that never stopped.
+    kept = {name: value for name, value in group.items() if name in optimizer.defaults or name == "param_names"}
     new = {**kept, **deepcopy({name: value for name, value in saved.items() if name != "params"})}
     try:
         check_group(new)
