@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from hf_offload.errors import OffloadError, StateError, explain
 if TYPE_CHECKING:
     from hf_offload.engine import Engine
     from hf_offload.optimizer import OffloadAdam
+
+logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _REMEDY = "Load the state of an Adam or AdamW"
@@ -119,6 +123,7 @@ def load(optimizer: OffloadAdam, state_dict: Any) -> None:
     _fill(optimizer, fits.entries, bound_before)
     optimizer._fill_state()
     optimizer._pending.clear()
+    _say_conversions(fits.entries)
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
@@ -142,6 +147,20 @@ def _fill(optimizer: OffloadAdam, entries: Mapping[Tensor, Mapping[str, Any]], b
                 views[name].zero_()
         views["step"].fill_(entry.get("step", 0.0))
     engine.watch.suspect_all()
+
+
+def _say_conversions(entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """Which state was held in another dtype than here."""
+    dtypes = Counter(
+        (name, str(t.dtype).removeprefix("torch."))
+        for entry in entries.values() for name, t in entry.items()
+        if isinstance(t, Tensor) and t.dtype != torch.float32
+    )  # fmt: skip
+    for (name, dtype), count in sorted(dtypes.items()):
+        logger.warning(
+            "hf_offload: %s of %d parameters was %s in the loaded state and is float32 here: %s.", name, count, dtype,
+            "rounded to it" if dtype == "float64" else "the values are the same",
+        )  # fmt: skip
 
 
 def _apart(optimizer: OffloadAdam, entry: Mapping[str, Any], views: Mapping[str, Tensor]) -> dict[str, Any]:
