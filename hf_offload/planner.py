@@ -29,6 +29,7 @@ CUDA_CONTEXT_BYTES = 1_000_000_000
 current GPUs) and cuBLAS's workspace. The upper end of what is commonly seen, so that a plan that fits holds."""
 
 MASTER_BYTES = MOMENT_BYTES = 4
+CACHE_LINE = 64
 LOGIT_PEAK_BYTES = 12
 """Bytes per logit at the peak, in the loss's backward: the fp32 log-softmax, its gradient and the gradient of the
 fp32 logits. In the forward it is 2 + 4 + 4: the 16-bit logits, their fp32 copy and the log-softmax."""
@@ -226,8 +227,8 @@ def _gradients(psi: int, wire: int, streaming: Streaming | None) -> Line:
 
 
 def pinned_ring_bytes(bucket_bytes: int, ring_slots: int) -> int:
-    """Pinned host memory: a ring of `ring_slots` buckets each way, whatever the size of the model."""
-    return 2 * ring_slots * bucket_bytes
+    """Pinned host memory: a ring of `ring_slots` buckets each way, each of whole cache lines, whatever the model."""
+    return 2 * ring_slots * -(-bucket_bytes // CACHE_LINE) * CACHE_LINE
 
 
 def link_bytes_per_step(counts: Counts, accumulation: int = 1, streamed: bool = False) -> int:
