@@ -126,16 +126,16 @@ def check_node_budget(
         return
     needed = sum(need.values())
     for memory in hostmem.host_limits(root):
-        have = memory.total if ahead is None else memory.available + (ranks - 1) * ahead
-        if not memory.shared or ranks * needed <= have:
+        room = memory.total if ahead is None else memory.available
+        if not memory.shared or ranks * needed <= room + (ranks - 1) * (ahead or 0):
             continue
         cause = (
             f"{ranks} ranks share this node, and the plan takes {as_bytes(needed)} for each, "
             f"{as_bytes(ranks * needed)} together, but {_left(memory)}"
         )
-        fit = min(memory.available, have) // needed
+        fit = room // needed
         fewer = [f"run at most {fit} rank{'s' if fit > 1 else ''} on a node"] if fit else []
-        options = [*fewer, *_that_help(ways, -(-(ranks * needed - have) // ranks))]
+        options = [*fewer, *_that_help(ways, -(-(ranks * needed - room) // ranks))]
         options += _at_the_limit(memory, ranks * needed, root)
         raise HostMemoryError(explain("host memory", memory.source, cause, _or(options)) + _table(need, ranks))
 

@@ -101,10 +101,10 @@ class Budget:
         if cap is not None and sum(whole.values()) > cap:
             preflight.check_host_budget(whole, cap, ways=ways)
         # Values that wait to become masters are freed one by one while the masters' memory is filled.
-        waiting = waiting_bytes(params)
-        preflight.check_host_budget({**need, "master": need["master"] - waiting}, None, ways=ways)
-        whole = {**whole, "master": whole["master"] - waiting}
-        preflight.check_node_budget(whole, local_ranks(), ahead, ways=ways)
+        master = need["master"] - waiting_bytes(params)
+        # The node first: what it advises is enough for all ranks.
+        preflight.check_node_budget({**whole, "master": master}, local_ranks(), ahead, ways=ways)
+        preflight.check_host_budget({**need, "master": master}, None, ways=ways)
 
     def _ways(self, need: dict[str, int], params: Sequence[Tensor]) -> list[WayOut]:
         """What could be changed, the least harm first."""
