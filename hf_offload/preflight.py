@@ -97,12 +97,12 @@ def check_host_budget(
     if max_host_bytes is not None and needed > max_host_bytes:
         cause = f"the plan takes {as_bytes(needed)} of host memory"
         options = [f"raise max_host_bytes to at least {needed}", *_that_help(ways, needed - max_host_bytes)]
-        raise HostMemoryError(explain("max_host_bytes", max_host_bytes, cause, _or(options)) + _table(need))
+        raise HostMemoryError(explain("max_host_bytes", max_host_bytes, cause, any_of(options)) + _table(need))
     memory = hostmem.available_host_bytes(root)
     if memory.known and needed > memory.available:
         cause = f"the plan takes {as_bytes(needed)}, but {_left(memory)}"
         options = [*_that_help(ways, needed - memory.available), *_at_the_limit(memory, needed, root)]
-        raise HostMemoryError(explain("host memory", memory.source, cause, _or(options)) + _table(need))
+        raise HostMemoryError(explain("host memory", memory.source, cause, any_of(options)) + _table(need))
 
 
 def check_node_budget(
@@ -137,7 +137,7 @@ def check_node_budget(
         fewer = [f"run at most {fit} rank{'s' if fit > 1 else ''} on a node"] if fit else []
         options = [*fewer, *_that_help(ways, -(-(ranks * needed - room) // ranks))]
         options += _at_the_limit(memory, ranks * needed, root)
-        raise HostMemoryError(explain("host memory", memory.source, cause, _or(options)) + _table(need, ranks))
+        raise HostMemoryError(explain("host memory", memory.source, cause, any_of(options)) + _table(need, ranks))
 
 
 @contextmanager
@@ -174,7 +174,8 @@ def _at_the_limit(memory: HostMemory, needed: int, root: Path) -> list[str]:
     return [*options, memory.to_raise if room_elsewhere else MORE_MEMORY]
 
 
-def _or(options: Sequence[str]) -> str:
+def any_of(options: Sequence[str]) -> str:
+    """A sentence that offers each of `options`."""
     text = "; or ".join(options)
     return text[:1].upper() + text[1:]
 
