@@ -250,6 +250,9 @@ def plan(
         Optional[bool],  # noqa: UP045
         typer.Option(help="Whether gradients leave during backward. Default: as in the recipe, else no."),
     ] = None,
+    ranks_per_node: Annotated[
+        int, typer.Option(help="Processes, a GPU each, that share the host's memory.", min=1, metavar="N")
+    ] = 1,
     as_json: JsonOut = False,
     debug: Debug = False,
 ) -> None:
@@ -280,6 +283,7 @@ def plan(
         gpu_gb=gpu_gb,
         host_gb=host_gb,
         stream_gradients=stream_gradients,
+        ranks_per_node=ranks_per_node,
     )
     answer = planning.answer(asked)
     if as_json:

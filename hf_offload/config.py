@@ -40,8 +40,10 @@ class OffloadConfig:
     link_latency_us: float = _doc("emulated latency of each copy, microseconds; host transport only", default=0.0)
     bucket_bytes: int = _doc("bytes of one bucket on the wire; any, down to one element", default=32 * MIB)
     ring_slots: int = _doc("slots of bucket_bytes in the pinned ring, each way", default=4)
-    threads: int | None = _doc("Numba threads of the host step; None: what the process may use", default=None)
-    max_host_bytes: int | None = _doc("cap on all host memory taken, bytes; None: what the machine has", default=None)
+    threads: int | None = _doc("Numba threads of the host step; None: this rank's share of the cores", default=None)
+    max_host_bytes: int | None = _doc(
+        "cap on all host memory this process takes (each rank its own), bytes; None: what the machine has", default=None
+    )
     skip_nonfinite: str = _doc(
         "when_clipping | always | never: when a step whose gradient norm is not finite is skipped whole",
         default="when_clipping",

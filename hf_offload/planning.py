@@ -39,6 +39,7 @@ class Asked:
     gpu_gb: float | None = None
     host_gb: float | None = None
     stream_gradients: bool | None = None
+    ranks_per_node: int = 1
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def answer(asked: Asked) -> Answer:
         bucket_bytes=subject.offload.bucket_bytes,
         ring_slots=subject.offload.ring_slots,
         streaming=_streaming(subject.offload, asked.stream_gradients),
+        ranks_per_node=asked.ranks_per_node,
     )
     return Answer(plan=plan, source=subject.source, assumed=tuple(assumed), notes=subject.notes)
 

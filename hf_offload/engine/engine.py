@@ -47,6 +47,7 @@ from hf_offload.engine.units import find_units
 from hf_offload.engine.watch import Left, WeightWatch
 from hf_offload.engine.work import ArenaWork, BucketWork, StepWork, bucket_works
 from hf_offload.errors import StateError
+from hf_offload.preflight import allocating
 from hf_offload.timeline import NoTimeline, Timeline, open_timeline
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,8 @@ class Engine:
         """Allocate state for those of `params` that have none yet; masters are seeded.
 
         Raises:
-            HostMemoryError: 12 bytes a parameter more do not fit; nothing was allocated.
+            HostMemoryError: 12 bytes a parameter more do not fit, or the system refuses them; nothing is bound.
+            ConfigError: the shadow has no room for one bucket; nothing is bound.
         """
         fresh = [p for p in params if id(p) not in self._place_of]
         if not fresh:
@@ -176,14 +178,22 @@ class Engine:
         if self.config.stream_gradients and self._pipeline is None:
             self._start()
         number = len(self.arenas)
-        arena = Arena(fresh, [self._unit_of(p) for p in fresh], self.config.bucket_bytes, number)
-        if self.stream is not None:
-            self.stream.settle()  # seeding goes through the ring
-        with seeded_masters(arena, self.placement.transport, self.threads, self.config.timeout_s):
-            places = {id(p): (number, i) for i, p in enumerate(fresh)}
-            left = [*self.watch.left, Left(fresh)]
-            # one statement: an interrupt falls before or after it
-            self.arenas, self._place_of, self.watch.left = [*self.arenas, arena], {**self._place_of, **places}, left
+        try:
+            with allocating(self.placement.budget.need(fresh)):  # all of it, before anything is bound to it
+                arena = Arena(fresh, [self._unit_of(p) for p in fresh], self.config.bucket_bytes, number)
+                if self.stream is not None:
+                    self.stream.allocate(arena)
+            if self.stream is not None:
+                self.stream.settle()  # seeding goes through the ring
+            with seeded_masters(arena, self.placement.transport, self.threads, self.config.timeout_s):
+                places = {id(p): (number, i) for i, p in enumerate(fresh)}
+                left = [*self.watch.left, Left(fresh)]
+                # one statement: an interrupt falls before or after it
+                self.arenas, self._place_of, self.watch.left = [*self.arenas, arena], {**self._place_of, **places}, left
+        except BaseException:
+            if self.stream is not None:
+                self.stream.release()
+            raise
         if self.stream is not None:
             self.stream.open(self.arenas)
 
