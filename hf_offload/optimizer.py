@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_offload.config import OffloadConfig
 from hf_offload.engine import Engine
-from hf_offload.engine.gradients import Gradient
+from hf_offload.engine.gradients import Gradient, GradientSet
 from hf_offload.engine.hyper import check_group
 from hf_offload.engine.scaling import Factor, PendingScale
 from hf_offload.engine.stats import Stats
@@ -127,12 +127,13 @@ class OffloadAdam(torch.optim.Optimizer):
                 loss = closure()
         found = self.engine.gather(self.param_groups)
         self._check_state(found.items)
-        factor = self._pending.take(found, self.config.skip_nonfinite)
+        factor = self._pending.factor(found, self.config.skip_nonfinite)
         if factor.skip:
             self._skip(factor)
         elif found.items:
-            self.engine.step(self.param_groups, found, factor)
+            self._take_step(found, factor)
             self._fill_state()
+        self._pending.clear()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -315,6 +316,16 @@ class OffloadAdam(torch.optim.Optimizer):
                             "but what the step uses is the memory it showed", "Write into its tensors, or call "
                             "load_state_dict; with an empty 'state' in the dict, Adam starts anew")
                 )  # fmt: skip
+
+    def _take_step(self, found: GradientSet, factor: Factor) -> None:
+        """A step that was not taken, for want of memory or after Ctrl-C, can be asked for again: then the clipping and
+        the loss scale that were asked for before it still hold."""
+        before = self.engine.steps
+        try:
+            self.engine.step(self.param_groups, found, factor)
+        finally:
+            if self.engine.steps != before:
+                self._pending.clear()
 
     def _skip(self, factor: Factor) -> None:
         self.engine.skip(factor)

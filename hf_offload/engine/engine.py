@@ -256,7 +256,7 @@ class Engine:
         self._check_open()
         awaited = max(self._waited_to.values(), default=-1)
         self._wait_step()
-        record = self.meter.begin(self._steps + 1)
+        record = self.meter.begin(self.steps + 1)
         with self.meter.waiting("step"):
             self.bind_trainable()
             self.bind(g.param for g in found.items)  # unfrozen or added later, or frozen since backward
@@ -273,7 +273,8 @@ class Engine:
         self.meter.end()
 
     @property
-    def _steps(self) -> int:
+    def steps(self) -> int:
+        """How many steps were taken; one counts from the moment it can no longer be lost."""
         return self._pipeline.steps if self._pipeline is not None else 0
 
     def skip(self, factor: Factor) -> None:
@@ -518,7 +519,7 @@ class Engine:
         """The figures of the last finished step."""
         return figures(
             self.placement, self.arenas, self.meter.last_finished(), self.stream, self.speculation,
-            schedule=self.schedule, steps=self._steps, skipped_steps=self._skipped,
+            schedule=self.schedule, steps=self.steps, skipped_steps=self._skipped,
             peak_gradient_bytes=self._peak_gradient_bytes,
         )  # fmt: skip
 

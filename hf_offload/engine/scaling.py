@@ -90,8 +90,8 @@ class PendingScale:
         self._bound = min(self._bound, max_norm)
         return norm
 
-    def take(self, grads: GradientSet, skip_nonfinite: str) -> Factor:
-        """The factor of the step that is taken now; nothing is pending afterwards.
+    def factor(self, grads: GradientSet, skip_nonfinite: str) -> Factor:
+        """The factor of the step that is to be taken. It stays pending until `clear`, when the step has been taken.
 
         Raises:
             StateError: the gradients are not those that were clipped or unscaled.
@@ -104,7 +104,6 @@ class PendingScale:
         if self._memory is None and skip_nonfinite == "always":
             self.measure(grads)
         norm, inverse, bound = self.norm, self._inverse, self._bound
-        self.clear()
         if norm is None:
             return Factor(inverse, 1.0, skip=False)
         skip = skip_nonfinite != "never" and not math.isfinite(norm)

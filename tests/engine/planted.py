@@ -136,7 +136,7 @@ PLANTED = (
             'being told of."""\nself._wake()', 'being told of."""'),
     Planted("an untold step, before the thread ends",
             WAITS + "test_an_untold_step_is_taken_though_close_is_interrupted_as_well", PIPELINE,
-            'called again."""\nself._wake()', 'called again."""'),
+            'has not ended.\n"""\nself._wake()', 'has not ended.\n"""'),
     # ---- the step
     Planted("the step before, at step()", WAITS + "test_the_next_step_waits_for_this_one", ENGINE,
             "self._wait_step()\nrecord =", "record ="),
