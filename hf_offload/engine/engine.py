@@ -469,6 +469,7 @@ class Engine:
             self.stream.take_back()  # after a backward that failed
         if not self._bound and not self._closed and torch.is_grad_enabled():
             self.bind_trainable()
+            self.watch.arm()  # before the first step nobody has a reason to wait before writing to weights
 
     # ---- weights changed from outside
 
@@ -477,7 +478,9 @@ class Engine:
         self._check_open()
         self.wait_all()
         self.watch.suspect_all()
-        return self._reseed(self.watch.suspects())
+        changed = self._reseed(self.watch.suspects())
+        self.watch.arm()  # whoever asked may write again
+        return changed
 
     def _reseed_suspects(self) -> None:
         changed = self._reseed(self.watch.suspects())
