@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.arena import Arena
+from hf_offload.engine.census import Census
 from hf_offload.engine.delay import Delay, works_of
 from hf_offload.engine.figures import figures
 from hf_offload.engine.gates import Gates
@@ -38,6 +39,7 @@ from hf_offload.engine.roll import Roll
 from hf_offload.engine.scaling import Factor
 from hf_offload.engine.schedules import Stages, make_schedule
 from hf_offload.engine.seeding import reseed_masters, seeded_masters
+from hf_offload.engine.skips import Skips, not_finite
 from hf_offload.engine.speculation import Speculation
 from hf_offload.engine.stats import Meter, Stats
 from hf_offload.engine.streaming import GradientStream
@@ -98,7 +100,8 @@ class Engine:
         self._last_of_unit: dict[int, int] = {}
         self._waited_to: dict[int, int] = {}  # by device stream
         self._may_be_kept: list[ArenaWork] = []  # whose gradients nobody may have dropped yet
-        self._skipped = 0
+        self.skips = Skips()
+        self._census: Census | None = None
         self._peak_gradient_bytes = 0
         self._closed = False
 
@@ -139,7 +142,7 @@ class Engine:
         """
         self._check_open()
         root = module_of(model)
-        hooked = self._model() if self._model is not None else None
+        hooked = self._attached
         known = self.gates.unit_of if self.gates is not None else {}
         if any(m is hooked for m in root.modules()) and all(id(p) in known for p in root.parameters()):
             return  # the same model again, or a mere wrapper around it: its hooks fire all the same
@@ -149,6 +152,7 @@ class Engine:
             self.gates.remove()
         self._model = weakref.ref(root)
         self.gates = Gates(root, find_units(root), self)
+        self._census = Census(root, self._parameters())
         for arena in self.arenas:
             arena.set_units([self._unit_of(p) for p in arena.params])
 
@@ -256,6 +260,7 @@ class Engine:
             self._learn(found.items, awaited)
             work = self._take(groups, found.items, factor)
             pipeline.submit(work, record)
+            self.skips.taken()
             if pipeline.schedule.returns_at_once:
                 self._wait_units({OUTSIDE})  # no hook of ours tells when these are read
             else:
@@ -263,14 +268,37 @@ class Engine:
         self.meter.end()
 
     @property
+    def attempts(self) -> int:
+        """Steps taken or skipped since construction."""
+        return self._steps + self.skips.count
+
+    @property
     def _steps(self) -> int:
         return self._pipeline.steps if self._pipeline is not None else 0
 
     def skip(self, factor: Factor) -> None:
         """A step that is not taken: no byte of state changes."""
-        self._skipped += 1
+        self.skips.add()
         if self.stream is not None:
             self.stream.step_taken(factor.inverse, clipped=True)
+
+    def not_finite(self, found: GradientSet) -> str:
+        """Names of parameters whose gradients in `found` are not finite, the first few."""
+        return not_finite([g.param for g in found.items], found.sums(), self._attached, self._groups())
+
+    @property
+    def _attached(self) -> nn.Module | None:
+        return self._model() if self._model is not None else None
+
+    def check_model(self) -> None:
+        """Before a step: does the attached model still train what the optimizer steps?
+
+        Raises:
+            StateError: it has new parameters in place of some.
+        """
+        root = self._attached
+        if self._census is not None and root is not None:
+            self._census.check(root, self._parameters, rebuilt=self.watch.alert)
 
     def _learn(self, grads: Sequence[Gradient], awaited: int) -> None:
         """What this step's forward showed of the hooks; `awaited`: the last bucket that one of them waited for.
@@ -511,7 +539,7 @@ class Engine:
         """The figures of the last finished step."""
         return figures(
             self.placement, self.arenas, self.meter.last_finished(), self.stream, self.speculation,
-            schedule=self.schedule, steps=self._steps, skipped_steps=self._skipped,
+            schedule=self.schedule, steps=self._steps, skipped_steps=self.skips.count,
             peak_gradient_bytes=self._peak_gradient_bytes,
         )  # fmt: skip
 
@@ -557,6 +585,10 @@ class Engine:
         if self.gates is not None:
             self.gates.remove()
         self.meter.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def _check_open(self) -> None:
         if self._closed:

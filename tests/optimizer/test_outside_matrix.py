@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from support.outside import DTYPES, EVERY, Pair, changed
+from support.outside import EVERY, Pair, changed
 
 Write = Callable[[nn.Module], None]
 
