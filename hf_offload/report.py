@@ -216,7 +216,7 @@ def _outcome_sentences(summary: Mapping[str, Any]) -> list[str]:
     sentences = [
         f"{summary['params']:,} parameters ({summary['wire_dtype']}), {summary['steps']} steps {summary['schedule']} "
         f"over the {summary['transport']} transport"
-        + (f", {summary['skipped_steps']} of them skipped." if summary["skipped_steps"] else "."),
+        + (f", and {summary['skipped_steps']} skipped." if summary["skipped_steps"] else "."),
         f"A step: {phases}; exposed {duration(step['exposed_seconds'])}, hidden {step['hidden_fraction']:.0%} of "
         "d2h + host_step + h2d.",
     ]

@@ -112,6 +112,11 @@ def _train(
         if optimizer is not None:
             optimizer.close()
     if figures.last is None:
+        skipped = optimizer.stats().skipped_steps if optimizer is not None else 0
+        if skipped:
+            cause = f"no step was taken: {skipped} were skipped, since gradients were not finite"
+            remedy = "Look at the data and the model's weights for NaN, or lower training.learning_rate"
+            raise RecipeError(explain("training", f"{skipped} steps", cause, remedy))
         cause = "no step was left to take"
         raise RecipeError(explain("training.max_steps", args.max_steps, cause, "Give more steps or another output_dir"))
     summary = {**figures.summary(), "versions": environment.versions(), "hardware": environment.hardware()}

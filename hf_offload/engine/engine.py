@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.arena import Arena
+from hf_offload.engine.census import Census
 from hf_offload.engine.delay import Delay, works_of
 from hf_offload.engine.figures import figures
 from hf_offload.engine.gates import Gates
@@ -38,6 +39,7 @@ from hf_offload.engine.roll import Roll
 from hf_offload.engine.scaling import Factor
 from hf_offload.engine.schedules import Stages, make_schedule
 from hf_offload.engine.seeding import reseed_masters, seeded_masters
+from hf_offload.engine.skips import Skips, not_finite
 from hf_offload.engine.speculation import Speculation
 from hf_offload.engine.stats import Meter, Stats
 from hf_offload.engine.streaming import GradientStream
@@ -99,7 +101,8 @@ class Engine:
         self._last_of_unit: dict[int, int] = {}
         self._waited_to: dict[int, int] = {}  # by device stream
         self._may_be_kept: list[ArenaWork] = []  # whose gradients nobody may have dropped yet
-        self._skipped = 0
+        self.skips = Skips()
+        self._census: Census | None = None
         self._peak_gradient_bytes = 0
         self._closed = False
 
@@ -140,7 +143,7 @@ class Engine:
         """
         self._check_open()
         root = module_of(model)
-        hooked = self._model() if self._model is not None else None
+        hooked = self._attached
         known = self.gates.unit_of if self.gates is not None else {}
         if any(m is hooked for m in root.modules()) and all(id(p) in known for p in root.parameters()):
             return  # the same model again, or a mere wrapper around it: its hooks fire all the same
@@ -150,6 +153,7 @@ class Engine:
             self.gates.remove()
         self._model = weakref.ref(root)
         self.gates = Gates(root, find_units(root), self)
+        self._census = Census(root, self._parameters())
         for arena in self.arenas:
             arena.set_units([self._unit_of(p) for p in arena.params])
 
@@ -266,11 +270,17 @@ class Engine:
             self._learn(found.items, awaited)
             work = self._take(groups, found.items, factor)
             pipeline.submit(work, record)
+            self.skips.taken()
             if pipeline.schedule.returns_at_once:
                 self._wait_units({OUTSIDE})  # no hook of ours tells when these are read
             else:
                 pipeline.wait_all()
         self.meter.end()
+
+    @property
+    def attempts(self) -> int:
+        """Steps taken or skipped since construction."""
+        return self.steps + self.skips.count
 
     @property
     def steps(self) -> int:
@@ -279,9 +289,27 @@ class Engine:
 
     def skip(self, factor: Factor) -> None:
         """A step that is not taken: no byte of state changes."""
-        self._skipped += 1
+        self.skips.add()
         if self.stream is not None:
             self.stream.step_taken(factor.inverse, clipped=True)
+
+    def not_finite(self, found: GradientSet) -> str:
+        """Names of parameters whose gradients in `found` are not finite, the first few."""
+        return not_finite([g.param for g in found.items], found.sums(), self._attached, self._groups())
+
+    @property
+    def _attached(self) -> nn.Module | None:
+        return self._model() if self._model is not None else None
+
+    def check_model(self) -> None:
+        """Before a step: does the attached model still train what the optimizer steps?
+
+        Raises:
+            StateError: it has new parameters in place of some.
+        """
+        root = self._attached
+        if self._census is not None and root is not None:
+            self._census.check(root, self._parameters, rebuilt=self.watch.alert)
 
     def _learn(self, grads: Sequence[Gradient], awaited: int) -> None:
         """What this step's forward showed of the hooks; `awaited`: the last bucket that one of them waited for.
@@ -480,6 +508,7 @@ class Engine:
             self.stream.take_back()  # after a backward that failed
         if not self._bound and not self._closed and torch.is_grad_enabled():
             self.bind_trainable()
+            self.watch.arm()  # before the first step nobody has a reason to wait before writing to weights
 
     # ---- weights changed from outside
 
@@ -488,7 +517,9 @@ class Engine:
         self._check_open()
         self.wait_all()
         self.watch.suspect_all()
-        return self._reseed(self.watch.suspects())
+        changed = self._reseed(self.watch.suspects())
+        self.watch.arm()  # whoever asked may write again
+        return changed
 
     def _reseed_suspects(self) -> None:
         changed = self._reseed(self.watch.suspects())
@@ -519,7 +550,7 @@ class Engine:
         """The figures of the last finished step."""
         return figures(
             self.placement, self.arenas, self.meter.last_finished(), self.stream, self.speculation,
-            schedule=self.schedule, steps=self.steps, skipped_steps=self._skipped,
+            schedule=self.schedule, steps=self.steps, skipped_steps=self.skips.count,
             peak_gradient_bytes=self._peak_gradient_bytes,
         )  # fmt: skip
 
@@ -565,6 +596,10 @@ class Engine:
         if self.gates is not None:
             self.gates.remove()
         self.meter.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def _check_open(self) -> None:
         if self._closed:

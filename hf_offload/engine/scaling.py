@@ -46,6 +46,12 @@ class PendingScale:
         self._bound = math.inf
         self.norm: float | None = None
 
+    def drop(self) -> float:
+        """Nothing is pending any more. Returns the inverse of the loss scale that was."""
+        inverse = self._inverse
+        self.clear()
+        return inverse
+
     @property
     def _changes_the_step(self) -> bool:
         return self._bound != math.inf or self._inverse != 1.0
