@@ -211,7 +211,9 @@ def test_a_launchers_omp_num_threads_of_1_does_not_make_the_host_step_single_thr
     code = "from hf_offload.kernels import cpu; print(cpu.max_threads())"
     env = {k: v for k, v in os.environ.items() if k != "NUMBA_NUM_THREADS"} | {"OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = str(Path(placement.__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True
+    )
     assert int(done.stdout) == cores
 
 
