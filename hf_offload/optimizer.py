@@ -96,7 +96,11 @@ class OffloadAdam(torch.optim.Optimizer):
         self.last_grad_norm: float | None = None
         """L2 norm of the unscaled gradients as last computed by `clip_grad_norm_`."""
         if model is not None:
-            self.attach(model)
+            try:
+                self.attach(model)
+            except BaseException:
+                self.close()  # whoever keeps the error keeps its frames, and this optimizer with them
+                raise
         _alive.add(self)
 
     # ---- torch.optim.Optimizer's interface
