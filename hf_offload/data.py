@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_offload.errors import RecipeError, explain
+from hf_offload.errors import RecipeError, explain, shown
 from hf_offload.recipe import DataSpec, JsonlChat, PydocTopics, TextFiles
 
 IGNORED = -100
@@ -75,6 +75,9 @@ def _texts(spec: DataSpec) -> list[str]:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
+    except OSError as error:
+        cause = f"cannot be read: {error.strerror or error}"
+        raise RecipeError(explain("data.path", str(path), cause, "Give a file that you may read")) from None
     except UnicodeDecodeError as error:
         raise RecipeError(explain("data.path", str(path), f"not UTF-8 text ({error})", "Save it as UTF-8")) from None
 
@@ -95,7 +98,7 @@ def read_chats(path: Path) -> list[tuple[str, list[dict[str, str]]]]:
     if not path.is_file():
         raise RecipeError(explain("data.path", str(path), "no such file", "Give a JSON-lines file that exists"))
     chats = []
-    for number, line in enumerate(_read(path).splitlines(), start=1):
+    for number, line in enumerate(_read(path).split("\n"), start=1):  # JSON may hold U+2028, where splitlines cuts
         if line.strip():
             where = f"{path}:{number}"
             chats.append((where, _messages(line, where)))
@@ -106,7 +109,7 @@ def _messages(line: str, where: str) -> list[dict[str, str]]:
     form = 'Write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecipeError(f"{where}: not JSON: {error}. {form}.") from None
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -114,8 +117,19 @@ def _messages(line: str, where: str) -> list[dict[str, str]]:
     for message in messages:
         good = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         if not good:
-            raise RecipeError(f"{where}: the message {message!r} has no text `role` and `content`. {form}.")
+            raise RecipeError(f"{where}: the message {shown(message)} has no text `role` and `content`. {form}.")
+        if not all(_encodes(message[key]) for key in ("role", "content")):
+            cause = f"the message {shown(message)} has half of a surrogate pair (as \"\\ud83d\"), which is no character"
+            raise RecipeError(f"{where}: {cause}. Write the whole pair, or take it out.")
     return messages
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def chat_rows(

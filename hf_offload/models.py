@@ -106,7 +106,7 @@ def scratch_config(fields: dict[str, Any], setting: str) -> Any:
     for name, value in fields.items():
         if name not in known:
             cause = f"not a field of {model_type}"
-            raise RecipeError(explain(f"{setting}.{name}", value, cause, suggest(name, sorted(known))))
+            raise RecipeError(explain(f"{setting}.{name}", value, cause, suggest(str(name), sorted(known))))
     try:
         return cls(**{name: value for name, value in fields.items() if name != "model_type"})
     except Exception as error:  # the classes of transformers' validation errors differ between versions
