@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -61,9 +62,9 @@ def _texts(spec: DataSpec) -> list[str]:
     if not isinstance(spec, TextFiles):
         raise TypeError(f"no reader for {type(spec).__name__}")
     path = Path(spec.path)
-    if path.is_file():
+    if os.path.isfile(path):
         return [_read(path)]
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise RecipeError(explain("data.path", spec.path, "no such file or folder", "Give one that exists"))
     files = sorted(f for f in path.rglob("*") if f.is_file() and fnmatch.fnmatch(f.name, spec.pattern))
     if not files:
@@ -95,7 +96,7 @@ def blocks(texts: Iterable[str], tokenizer: Any, block_size: int) -> list[Row]:
 
 def read_chats(path: Path) -> list[tuple[str, list[dict[str, str]]]]:
     """The chats of a JSON-lines file, each with where it stands (`file:line`). Raises RecipeError."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path's, also of names that are too long
         raise RecipeError(explain("data.path", str(path), "no such file", "Give a JSON-lines file that exists"))
     chats = []
     for number, line in enumerate(_read(path).split("\n"), start=1):  # JSON may hold U+2028, where splitlines cuts

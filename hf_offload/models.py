@@ -55,7 +55,7 @@ def fetch(setting: str, path: str, load: Callable[[bool], T]) -> T:
         RecipeError: no such folder, no such model, no network, or files that do not fit.
     """
     local = looks_local(path)
-    if local and not Path(path).is_dir():
+    if local and not os.path.isdir(path):
         raise RecipeError(explain(setting, path, "no such folder", "Give a folder with config.json, or a hub id"))
     if not local and (len(path.split("/")) > 2 or not path.strip("/ ")):
         raise RecipeError(explain(setting, path, "neither a folder nor a hub id", "Write a hub id as owner/name"))
@@ -79,7 +79,7 @@ def pretrained_config(path: str, setting: str, trust_remote_code: bool = False) 
     """The configuration of a folder or a hub id. Raises RecipeError."""
     from transformers import AutoConfig
 
-    if looks_local(path) and Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+    if looks_local(path) and os.path.isdir(path) and not (Path(path) / "config.json").is_file():
         raise RecipeError(explain(setting, path, "the folder has no config.json", "Give a folder with a model in it"))
     return fetch(
         setting,

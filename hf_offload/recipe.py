@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,12 +154,12 @@ def find(name_or_path: str) -> Path:
         RecipeError: neither.
     """
     path = expanded(name_or_path)
-    if _is(Path.is_file, path):
+    if os.path.isfile(path):
         return path
     known = shipped()
     if name_or_path in known:
         return known[name_or_path]
-    if _is(Path.is_dir, path):
+    if os.path.isdir(path):
         raise RecipeError(explain("recipe", name_or_path, "is a folder, not a recipe", "Give a YAML file in it"))
     cause = "no such file, and no shipped recipe has this name"
     raise RecipeError(explain("recipe", name_or_path, cause, nearest(name_or_path, known)))
@@ -182,7 +182,7 @@ def copy(name: str, destination: Path | None, force: bool = False) -> list[Path]
     pairs = [(source, target)]
     data = raw.get("data") if isinstance(raw, dict) else None
     written = data.get("path") if isinstance(data, dict) else None
-    if isinstance(written, str) and not Path(written).is_absolute() and _is(Path.is_file, source.parent / written):
+    if isinstance(written, str) and not Path(written).is_absolute() and os.path.isfile(source.parent / written):
         if ".." in Path(written).parts:
             cause = "leads out of the recipe's folder, and its copy would be written outside of DEST"
             raise RecipeError(explain("data.path", written, cause, "Copy the recipe by hand, or `recipes show` it"))
@@ -286,7 +286,7 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
         inner = raw.get(section)
         if isinstance(inner, dict) and isinstance(inner.get("path"), str):
             here = folder / expanded(inner["path"])
-            if section == "data" or _is(Path.exists, here) or looks_local(inner["path"]):
+            if section == "data" or os.path.exists(here) or looks_local(inner["path"]):
                 changed[section] = {**inner, "path": str(here)}
     return changed
 
@@ -296,7 +296,7 @@ def looks_local(path: str) -> bool:
     parts = path.replace("\\", "/").split("/")
     if len(parts) > 2 or path.startswith((".", "~", "/", "\\")) or path.endswith(("/", "\\")):
         return True
-    return _is(Path.exists, Path(path))
+    return os.path.exists(path)  # unlike Path's, also of names that are too long
 
 
 def expanded(path: str) -> Path:
@@ -305,14 +305,6 @@ def expanded(path: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
-
-
-def _is(kind: Callable[[Path], bool], path: Path) -> bool:
-    """Whether there is such a file or folder; no path is too long or too odd for the question."""
-    try:
-        return kind(path)
-    except (OSError, ValueError):
-        return False
 
 
 def _one_of(name: str, value: str, valid: Sequence[str]) -> None:
