@@ -36,7 +36,7 @@ class ModelSpec:
         config: `model_type` and the fields of that configuration; the model starts from random weights.
         dtype: of the weights as loaded: bfloat16, float16 or float32.
         attn_implementation: as in from_pretrained; None: transformers chooses.
-        trust_remote_code: whether code that comes with the model may run.
+        trust_remote_code: whether code that comes with the model, or from a hub's repository of kernels, may run.
         freeze: patterns (as in a shell) of parameter names that are not trained.
         shape: `model_type` and configuration fields of `path`, so that a plan needs no hub; never used to train.
     """
@@ -55,6 +55,10 @@ class ModelSpec:
             cause = "neither is given" if self.path is None else "both are given"
             remedy = "Give one of them; `model.config=null` on the command line takes the other out"
             raise RecipeError(f"model.path and model.config: {cause}. {remedy}.")
+        if is_foreign_kernel(self.attn_implementation) and not self.trust_remote_code:
+            cause = "names a repository, whose compiled code transformers would fetch and run"
+            remedy = "Name one that transformers has (sdpa, eager), or set model.trust_remote_code=true"
+            raise RecipeError(explain("model.attn_implementation", self.attn_implementation, cause, remedy))
         for name in ("config", "shape"):
             given = getattr(self, name)
             if given is not None and not isinstance(given.get("model_type"), str):
@@ -297,6 +301,11 @@ def looks_local(path: str) -> bool:
     if len(parts) > 2 or path.startswith((".", "~", "/", "\\")) or path.endswith(("/", "\\")):
         return True
     return os.path.exists(path)  # unlike Path's, also of names that are too long
+
+
+def is_foreign_kernel(implementation: object) -> bool:
+    """Whether an `attn_implementation` is `owner/name` on a hub instead of one that transformers has."""
+    return isinstance(implementation, str) and "/" in implementation
 
 
 def expanded(path: str) -> Path:

@@ -100,6 +100,7 @@ class Timeline:
         """
         spans = list(self._spans)  # other threads may go on recording
         try:
+            _forget(self._part)
             with open(self._part, "w", encoding="utf-8") as file:
                 file.writelines(_lines(spans, self._note(len(spans))))
             os.replace(self._part, self._target)
@@ -174,6 +175,7 @@ def _probe(path: str) -> str:
     if not _replaceable(target):
         cause = "there is a file of this name that hf_offload did not write"
         raise ConfigError(explain("timeline", path, cause, "Give another name, or take that file away"))
+    _forget(part)  # a link there would be followed
     try:
         with open(part, "w", encoding="utf-8"):
             pass
@@ -197,7 +199,7 @@ def _replaceable(path: Path) -> bool:
 
 
 def _forget(path: str) -> None:
-    with contextlib.suppress(OSError):  # it was never there, or the disk is gone
+    with contextlib.suppress(OSError, ValueError):  # it was never there, or the disk is gone
         os.unlink(path)
 
 

@@ -170,5 +170,6 @@ def _write(path: Path, summary: dict[str, Any]) -> None:
     beside = path.with_suffix(".json.part")
     # A list of numbers on one line: a loss for each step would else take a line each.
     text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(summary, indent=2))
+    beside.unlink(missing_ok=True)  # a link there would be followed
     beside.write_text(text + "\n", encoding="utf-8")
     beside.replace(path)
