@@ -311,9 +311,9 @@ def list_recipes(debug: Debug = False) -> None:
 @_guarded
 def show_recipe(name: Annotated[str, RecipeArgument], debug: Debug = False) -> None:
     """Print a recipe."""
-    from hf_offload import recipe
+    from hf_offload import recipe, strict_yaml
 
-    typer.echo(recipe.find(name).read_text(encoding="utf-8").rstrip())
+    typer.echo(strict_yaml.read_text(recipe.find(name)).rstrip())
 
 
 @recipes_app.command("copy")
