@@ -1,0 +1,266 @@
+"""Is a checkpoint whole? Every byte against the manifest where there is one; else what the files themselves tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_offload.checkpoint import adam_state, deepspeed, inspect, manifest, torch_file, weights
+from hf_offload.checkpoint.adam_state import MOMENTS, AdamState
+from hf_offload.checkpoint.manifest import Damage
+from hf_offload.checkpoint.weights import Weight
+from hf_offload.errors import CheckpointError, explain
+
+PART = 1 << 22
+"""Elements that are compared at once: 16 MiB of fp32."""
+
+Names = Callable[[AdamState, Mapping[str, Weight]], Sequence[Sequence[str]] | None]
+"""Finds the names of a state's parameters, of each group in order; None: it cannot tell."""
+
+
+def no_names(state: AdamState, listed: Mapping[str, Weight]) -> None:
+    """The `Names` that never knows."""
+    return None
+
+
+@dataclass
+class Verdict:
+    """What was found.
+
+    Attributes:
+        damages: files that are missing or not as they were written.
+        checked: what was compared, in words.
+        notes: what is strange and yet no damage, or could not be checked.
+        siblings: whole checkpoints beside this one, newest first; looked for if it is damaged.
+    """
+
+    folder: str
+    damages: list[Damage] = field(default_factory=list)
+    checked: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    siblings: list[str] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        return not self.damages
+
+    def as_json(self) -> dict[str, Any]:
+        return {"whole": self.whole, **asdict(self)}
+
+
+def verify(folder: Path, told: Callable[[int], None] | None = None, names: Names = no_names) -> Verdict:
+    """Look at every file. Nothing is executed, and no file is held in memory whole.
+
+    Args:
+        told: called with a number of bytes whenever so many more have been read.
+        names: for checkpoints that do not say to which parameter a state belongs.
+
+    Raises:
+        FileNotFoundError: it is no checkpoint.
+    """
+    inspect.check_folder(folder)
+    verdict = Verdict(str(folder))
+    _files(folder, verdict, told)
+    if verdict.whole:
+        try:
+            _inside(folder, verdict, names)
+        except CheckpointError as error:
+            verdict.damages.append(Damage("the checkpoint", str(error)))
+    if not verdict.whole:
+        verdict.siblings = manifest.whole_siblings(folder)
+    return verdict
+
+
+def bytes_to_read(folder: Path) -> int:
+    """About how many bytes `verify` will tell of."""
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+# ---- file by file
+
+
+def _files(folder: Path, verdict: Verdict, told: Callable[[int], None] | None) -> None:
+    try:
+        written = manifest.read(folder)
+    except CheckpointError as error:
+        verdict.damages.append(Damage(manifest.NAME, str(error)))
+        return
+    if written is not None:
+        verdict.damages.extend(manifest.damages(folder, written, told=told))
+        total = sum(d.bytes for d in written.files.values())
+        verdict.checked.append(f"size and SHA-256 of {len(written.files)} files, {total} bytes ({written.writer})")
+        extra = sorted(set(_names_in(folder)) - set(written.files) - {manifest.NAME})
+        if extra:
+            verdict.notes.append(f"{len(extra)} files were put here later, and nothing vouches for them: "
+                                 f"{', '.join(extra[:5])}")  # fmt: skip
+        return
+    verdict.notes.append(
+        "There is no manifest: only what the files say of themselves could be checked (CRC-32 of torch files, length "
+        "of safetensors files, JSON). Bytes changed inside a safetensors file would not be noticed, and a missing "
+        "file may not be."
+    )
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        try:
+            _file(path)
+        except CheckpointError as error:
+            verdict.damages.append(Damage(name, str(error)))
+        if told is not None:
+            told(path.stat().st_size)
+    try:
+        missing = [path.name for path in weights.files(folder) if not path.is_file()]
+        verdict.damages.extend(Damage(name, "is missing") for name in missing)
+    except CheckpointError:
+        pass  # the index, which was named above
+    verdict.checked.append("what the files say of themselves")
+
+
+def _names_in(folder: Path) -> Iterator[str]:
+    return (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def _file(path: Path) -> None:
+    """What a file can tell of itself."""
+    if path.suffix in (".pt", ".pth", ".bin"):
+        torch_file.check_zip(path)
+    elif path.suffix == ".safetensors":
+        weights.header(path)
+    elif path.suffix == ".json" and path.name in (inspect.TRAINER_STATE, weights.INDEX, "config.json"):
+        inspect.read_json(path)
+
+
+# ---- what is in them
+
+
+def _inside(folder: Path, verdict: Verdict, names: Names) -> None:
+    listed = weights.listed(folder)
+    for small in (inspect.SCALER, inspect.SCHEDULER):
+        if (folder / small).is_file():
+            torch_file.read(folder / small)
+    inspect.trainer_state(folder)
+    state = _state(folder, verdict)
+    if state is None:
+        return
+    _finite(state, verdict)
+    named = name(folder, state, listed, names)
+    if named is None:
+        verdict.notes.append("Whose state is whose cannot be told here (the checkpoint has no names of parameters), so "
+                             "weights and state were not compared.")  # fmt: skip
+        return
+    _compare(named, listed, verdict)
+
+
+def _state(folder: Path, verdict: Verdict) -> AdamState | None:
+    if (folder / adam_state.OPTIMIZER).is_file():
+        saved = torch_file.read(folder / adam_state.OPTIMIZER)
+        try:
+            return adam_state.parse(str(folder / adam_state.OPTIMIZER), saved)
+        except CheckpointError as error:
+            verdict.notes.append(f"The optimizer's state could be read but not checked: {error}")
+            return None
+    if deepspeed.folder_of(folder) is not None:
+        return deepspeed.read(folder).state
+    verdict.notes.append("It holds weights only: to resume from here starts Adam anew, at step 0.")
+    return None
+
+
+def name(folder: Path, state: AdamState, listed: Mapping[str, Weight], names: Names) -> AdamState | None:
+    """The state with the names of its parameters: its own, the manifest's, or those that `names` finds.
+
+    Raises:
+        CheckpointError: the manifest is damaged, or says other groups than the state has.
+    """
+    if state.named:
+        return state
+    written = manifest.read(folder)
+    if written is not None and written.optimizer is not None:
+        try:
+            rows = [group["parameters"] for group in written.optimizer["groups"]]
+            found = [[row["name"] for row in group] for group in rows]
+            shapes = {row["name"]: tuple(row["shape"]) for group in rows for row in group}
+        except (KeyError, TypeError, AttributeError) as error:
+            cause = f"its table of parameters is damaged: {error!r}"
+            raise CheckpointError(
+                explain("file", str(folder / manifest.NAME), cause, manifest.remedy_for(folder))
+            ) from None
+        if all(isinstance(n, str) for group in found for n in group):
+            if not state.fits(found, shapes):
+                cause = f"{adam_state.OPTIMIZER} has other parameters than {manifest.NAME} says"
+                raise CheckpointError(explain("checkpoint", str(folder), cause, manifest.remedy_for(folder)))
+            return state.with_names(found)
+    guess = names(state, listed)
+    return None if guess is None else state.with_names(guess)
+
+
+def _finite(state: AdamState, verdict: Verdict) -> None:
+    found = dict.fromkeys((*MOMENTS, "master"), 0)
+    negative = 0
+    for p in state.parameters():
+        for what in found:
+            if what in p.entry:
+                found[what] += sum(int((~torch.isfinite(part)).sum()) for part in parts(p.entry[what]))
+        if p.entry:
+            negative += sum(int((part < 0).sum()) for part in parts(p.entry["exp_avg_sq"]))
+    for what, count in found.items():
+        if count:
+            verdict.notes.append(f"{count} values of {what} are not finite: training had diverged before it was saved.")
+    if negative:
+        verdict.notes.append(f"{negative} values of exp_avg_sq are negative, which Adam cannot give.")
+    verdict.checked.append("that the state is finite")
+
+
+def _compare(state: AdamState, listed: Mapping[str, Weight], verdict: Verdict) -> None:
+    """Every parameter has a weight of its shape, and every master rounds to it."""
+    missing, differ, parameters = [], 0, 0
+    for p in state.parameters():
+        assert p.name is not None
+        weight = weight_of(p.name, listed)
+        if weight is None:
+            missing.append(p.name)
+            continue
+        if p.shape is not None and p.shape != weight.shape:
+            what = f"its state has the shape {p.shape} and its weight {weight.shape}"
+            verdict.damages.append(Damage(p.name, what))
+            continue
+        if "master" in p.entry:
+            changed = unlike(p.entry["master"], weight.read())
+            differ += changed
+            parameters += bool(changed)
+    count = sum(1 for _ in state.parameters())
+    verdict.checked.append(f"{count} parameters with state against {len(listed)} weights")
+    if missing and listed:
+        verdict.notes.append(f"{len(missing)} parameters have no weight of their name here: {', '.join(missing[:3])}")
+    if differ:
+        verdict.notes.append(
+            f"{differ} masters in {parameters} parameters do not round to the weight beside them; a resume follows the "
+            "weights there. Were the weights changed after training?"
+        )
+    elif state.has_masters:
+        verdict.checked.append("that every master rounds to its weight")
+
+
+def unlike(master: Tensor, weight: Tensor) -> int:
+    """How many elements of a master do not round to the weight; NaN equals NaN."""
+    count = 0
+    for high, low in zip(parts(master), parts(weight)):
+        rounded = high.to(low.dtype)
+        count += int(((rounded != low) & ~(torch.isnan(rounded) & torch.isnan(low))).sum())
+    return count
+
+
+def weight_of(parameter: str, listed: Mapping[str, Weight]) -> Weight | None:
+    """A parameter's weight. PEFT leaves the adapter's own name ("default") out of the names in its files."""
+    if parameter in listed:
+        return listed[parameter]
+    return listed.get(parameter.replace(".modules_to_save.default.", ".").replace(".default.", "."))
+
+
+def parts(t: Tensor) -> Iterator[Tensor]:
+    """The elements in pieces of `PART`."""
+    flat = t.detach().reshape(-1)
+    return (flat[at : at + PART] for at in range(0, flat.numel(), PART))
