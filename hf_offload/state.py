@@ -194,19 +194,18 @@ def _checked(optimizer: OffloadAdam, state_dict: Any) -> Loadable:
                     "Load it into an optimizer made for the same model with the same groups")
         )  # fmt: skip
     found: dict[Tensor, dict[str, Any]] = {}
-    keys: set[Any] = set()
+    numbered: dict[Any, Tensor] = {}
     for group, saved in zip(groups, saved_groups):
         for p, key in zip(group["params"], saved["params"]):
-            if key in keys:
+            if numbered.setdefault(key, p) is not p:
                 raise StateError(
                     explain("state_dict['param_groups']", key, "two parameters have this number",
                             "Load the state as state_dict() gave it")
                 )  # fmt: skip
-            keys.add(key)
             entry = state.get(key)
             if entry is not None and not (isinstance(entry, Mapping) and not entry):
                 found[p] = _entry(p, key, entry)
-    strangers = [key for key in state if key not in keys]
+    strangers = [key for key in state if key not in numbered]
     if strangers:
         raise StateError(
             explain("state_dict['state']", strangers[:5], "no group has parameters of these numbers",
