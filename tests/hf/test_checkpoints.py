@@ -111,6 +111,18 @@ def test_saving_again_replaces_and_keeps_what_others_put_there(lab: Any, trained
     assert before.files["model.safetensors"] == after.files["model.safetensors"]
 
 
+def test_what_is_pushed_to_the_hub_is_the_folder_that_is_there(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed = []
+    monkeypatch.setattr(
+        "transformers.Trainer._push_from_checkpoint", lambda self, folder: pushed.append((folder, folders(self)))
+    )
+    trainer = lab.trainer(**EVERY_STEP)
+    trainer.args.push_to_hub = True
+    trainer.create_optimizer_and_scheduler(2)
+    trainer._save_checkpoint(trainer.model, trial=None)
+    assert pushed == [(str(checkpoint(trainer, 0)), ["checkpoint-0"])]
+
+
 def test_other_optimizers_save_as_ever(lab: Any) -> None:
     trainer = lab.trainer(optim="adamw_torch", **EVERY_STEP)
     trainer.train()
