@@ -27,7 +27,7 @@ class UnsupportedError(OffloadError, RuntimeError):
 
 
 class HostMemoryError(OffloadError, RuntimeError):
-    """The plan needs more host memory than the machine, the cgroup or `max_host_bytes` leaves."""
+    """The plan needs more host memory than a limit, `max_host_bytes` or other ranks leave, or than can be pinned."""
 
 
 class StateError(OffloadError, RuntimeError):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 
 _LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",  # torchrun, accelerate launch
     "OMPI_COMM_WORLD_LOCAL_SIZE",  # Open MPI
     "MPI_LOCALNRANKS",  # Intel MPI, MPICH
-    "SLURM_NTASKS_PER_NODE",  # srun; last, since torchrun or mpirun may run inside of it
+    "SLURM_STEP_TASKS_PER_NODE",  # srun; last, since torchrun or mpirun may run inside of it
+    "SLURM_NTASKS_PER_NODE",
 )
 _THIS_NODE = ("localhost", "127.0.0.1", "::1")
 
@@ -36,5 +38,6 @@ def local_ranks(environ: Mapping[str, str] | None = None) -> int:
 
 
 def _count(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name, "").strip()
-    return int(text) if text.isdigit() and int(text) else None
+    """A positive number; of SLURM's "4(x2),3", 4 tasks on each of two nodes and 3 on another, the most."""
+    found = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", environ.get(name, "").strip())
+    return max(map(int, found), default=0) or None

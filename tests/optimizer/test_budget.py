@@ -266,6 +266,26 @@ def test_an_allocation_that_fails_leaves_nothing_half_bound(which: int) -> None:
     assert results[0] == results[1]
 
 
+def test_what_was_allocated_is_freed_where_seeding_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = params()
+    optimizer = offload(mine, "speculative", SPECULATIVE)
+    bag = optimizer._bag  # type: ignore[attr-defined]
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("a copy failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hf_offload.engine.engine.seeded_masters", fails)
+        with pytest.raises(RuntimeError, match="a copy failed"):
+            bag()
+    assert sum(optimizer.stats().host_bytes.values()) == optimizer.stats().host_bytes["pinned"]
+    bag().backward()
+    optimizer.step()
+    optimizer.synchronize()
+    assert optimizer.stats().host_bytes["shadow"] == 14 * N + 2 * N, "fp32 weights take 4"
+    optimizer.close()
+
+
 def test_a_ring_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         Allocations(patched, 0)

@@ -315,11 +315,21 @@ def test_all_ways_in_which_the_system_refuses_to_pin(status: int, monkeypatch: p
 
 
 def test_a_device_that_fails_is_not_taken_for_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeCupy()
-    monkeypatch.setattr(fake.cuda.runtime, "hostAlloc", _raiser(CUDARuntimeError(FAILED)), raising=False)
-    with pytest.raises(TransportError, match="unspecified launch failure") as caught:
-        make(fake)
-    assert "pin" not in str(caught.value)
+    """Neither at once nor while what can be pinned is looked for; not even where the next call seems to work."""
+    for good in (0, 1):
+        fake = FakeCupy(pinnable=0 if good else float("inf"))
+        real, calls = fake.cuda.runtime.hostAlloc, []
+
+        def fails(size: int, flags: int, *, calls: list[int] = calls, good: int = good, real: Any = real) -> int:
+            calls.append(size)
+            if len(calls) == good + 1:
+                raise CUDARuntimeError(FAILED)
+            return int(real(size, flags))
+
+        monkeypatch.setattr(fake.cuda.runtime, "hostAlloc", fails, raising=False)
+        with pytest.raises(TransportError, match="unspecified launch failure") as caught:
+            make(fake, 4)
+        assert "pin" not in str(caught.value)
 
 
 def test_a_full_device_at_construction_lowers_the_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
