@@ -15,7 +15,7 @@ from hf_offload.checkpoint.adam_state import MOMENTS, AdamState
 from hf_offload.checkpoint.manifest import Damage
 from hf_offload.checkpoint.names import UNKNOWN, Model, named, weight_of
 from hf_offload.checkpoint.weights import Weight
-from hf_offload.errors import CheckpointError
+from hf_offload.errors import CheckpointError, explain
 
 PART = 1 << 22
 """Elements that are compared at once: 16 MiB of fp32."""
@@ -120,7 +120,11 @@ def _names_in(folder: Path) -> Iterator[str]:
 def _file(path: Path) -> None:
     """What a file can tell of itself."""
     if path.suffix in (".pt", ".pth", ".bin"):
+        if path.stat().st_size == 0:
+            raise CheckpointError(explain("file", str(path), "it is empty", manifest.remedy_for(path.parent)))
         torch_file.check_zip(path)
+        if path.name in (inspect.SCALER, inspect.SCHEDULER, adam_state.OPTIMIZER):
+            torch_file.read(path)
     elif path.suffix == ".safetensors":
         weights.header(path)
     elif path.suffix == ".json" and path.name in (inspect.TRAINER_STATE, weights.INDEX, "config.json"):
@@ -132,10 +136,6 @@ def _file(path: Path) -> None:
 
 def _inside(folder: Path, verdict: Verdict, model: Model) -> None:
     listed = weights.listed(folder)
-    for small in (inspect.SCALER, inspect.SCHEDULER):
-        if (folder / small).is_file():
-            torch_file.read(folder / small)
-    inspect.trainer_state(folder)
     state = _state(folder, verdict)
     if state is None:
         return
