@@ -21,7 +21,7 @@ class OffloadMetricsCallback(TrainerCallback):
 
     They are of the steps that have finished since the entry before; with an overlapped schedule the newest step is
     still under way when the Trainer logs, so it counts towards the next entry. An entry before the first finished
-    step has none.
+    step has none, but for the count of skipped steps where there are any.
 
     | key | unit |
     |---|---|
@@ -42,6 +42,7 @@ class OffloadMetricsCallback(TrainerCallback):
     def __init__(self) -> None:
         self._waiting: dict[int, Stats] = {}  # finished steps that no entry has told of yet
         self._told = 0
+        self._skipped = 0
         self._warned = False
 
     def add_to(self, trainer: Any) -> None:
@@ -66,20 +67,28 @@ class OffloadMetricsCallback(TrainerCallback):
         if logs is None or "loss" not in logs:
             return
         self._read(kwargs.get("optimizer"))
-        if not self._waiting:
-            return
-        steps = [self._waiting[number] for number in sorted(self._waiting)]
-        self._told = steps[-1].step
-        self._waiting.clear()
-        figures = metrics(steps)
+        figures = self._figures()
         logs.update(figures)
         if state.log_history and "loss" in state.log_history[-1]:  # a copy of `logs` that was made before this call
             state.log_history[-1].update(figures)
+
+    def _figures(self) -> dict[str, float | int]:
+        """Of the steps that have finished since the last entry, and how many were skipped until now."""
+        steps = [self._waiting[number] for number in sorted(self._waiting)]
+        self._waiting.clear()
+        figures: dict[str, float | int] = {}
+        if steps:
+            self._told = steps[-1].step
+            figures = metrics(steps)
+        if steps or self._skipped:  # where all are skipped none finishes: then above all this must be seen
+            figures[PREFIX + "skipped_steps"] = self._skipped
+        return figures
 
     def _read(self, optimizer: Any) -> None:
         optimizer = offload_optimizer(optimizer)
         if optimizer is not None:
             stats = optimizer.stats()
+            self._skipped = stats.skipped_steps
             if stats.step > self._told:
                 self._waiting[stats.step] = stats
 

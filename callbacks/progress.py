@@ -79,4 +79,6 @@ def _line(state: Any, logs: dict[str, float]) -> str:
     ):
         if key in logs:
             parts.append(f"{name} {float(logs[key]):{form}}")
+    if logs.get("offload/skipped_steps"):
+        parts.append(f"skipped {int(logs['offload/skipped_steps'])}")
     return "  ".join(parts)

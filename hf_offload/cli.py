@@ -207,6 +207,9 @@ def plan(
         Optional[bool],  # noqa: UP045
         typer.Option(help="Whether gradients leave during backward. Default: as in the recipe, else no."),
     ] = None,
+    ranks_per_node: Annotated[
+        int, typer.Option(help="Processes, a GPU each, that share the host's memory.", min=1, metavar="N")
+    ] = 1,
     as_json: JsonOut = False,
     debug: Debug = False,
 ) -> None:
@@ -237,6 +240,7 @@ def plan(
         gpu_gb=gpu_gb,
         host_gb=host_gb,
         stream_gradients=stream_gradients,
+        ranks_per_node=ranks_per_node,
     )
     answer = planning.answer(asked)
     if as_json:
@@ -264,9 +268,9 @@ def list_recipes(debug: Debug = False) -> None:
 @guarded
 def show_recipe(name: Annotated[str, RecipeArgument], debug: Debug = False) -> None:
     """Print a recipe."""
-    from hf_offload import recipe
+    from hf_offload import recipe, strict_yaml
 
-    typer.echo(recipe.find(name).read_text(encoding="utf-8").rstrip())
+    typer.echo(strict_yaml.read_text(recipe.find(name)).rstrip())
 
 
 @recipes_app.command("copy")

@@ -19,7 +19,6 @@ import logging
 import os
 import re
 import sys
-import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,6 @@ WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 logger = logging.getLogger("hf_offload")
 
 _misfits: list[str] = []  # what did not fit the installed libraries, for a message when offload_adam is used
-_live: weakref.WeakSet[Any] = weakref.WeakSet()  # every OffloadAdam that a Trainer or an Accelerator was given
 
 Method = Callable[..., Any]
 
@@ -350,7 +348,6 @@ def _prepares_optimizer(original: Method) -> Method:
             return original(self, optimizer, device_placement=device_placement)
         refuse_unsupported(self)
         adopt_scaler(self)
-        _live.add(ours)
         # Otherwise AcceleratedOptimizer moves the state to the device: 12 bytes a parameter.
         return original(self, optimizer, device_placement=False)
 
@@ -400,6 +397,13 @@ class OffloadGradScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, *args, **kwargs)
         found_inf = ours.unscale_(inv_scale)
         return {found_inf.device: found_inf}
+
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        ours = offload_of(optimizer)
+        if ours is not None and any(found.item() for found in optimizer_state["found_inf_per_device"].values()):
+            ours.skip_step()
+            return None
+        return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
 
     def forget_step(self) -> None:
         """Back to the start of an iteration, after an error in the middle of one."""
@@ -475,8 +479,9 @@ def _keeper(model: nn.Module) -> Callable[[str], bool]:
 
 
 def synchronize_all() -> None:
-    """Wait until the weights of every offloaded optimizer in use are those of its last step."""
-    for optimizer in list(_live):
+    """Wait until the weights of every OffloadAdam there is are those of its last step."""
+    module = sys.modules.get("hf_offload.optimizer")
+    for optimizer in module.alive() if module is not None else ():
         optimizer.synchronize()
 
 

@@ -16,6 +16,8 @@ TRANSPORTS = ("auto", "host", "cuda")
 SKIP_NONFINITE = ("when_clipping", "always", "never")
 ACCUMULATE_DTYPES = ("wire", "float32")
 MIB = 1 << 20
+LARGEST = 2**63 - 1
+"""What counts and bytes may be: whatever is computed from them still is a number to C and to a float."""
 
 
 def _doc(text: str, **kwargs: Any) -> Any:
@@ -40,8 +42,10 @@ class OffloadConfig:
     link_latency_us: float = _doc("emulated latency of each copy, microseconds; host transport only", default=0.0)
     bucket_bytes: int = _doc("bytes of one bucket on the wire; any, down to one element", default=32 * MIB)
     ring_slots: int = _doc("slots of bucket_bytes in the pinned ring, each way", default=4)
-    threads: int | None = _doc("Numba threads of the host step; None: what the process may use", default=None)
-    max_host_bytes: int | None = _doc("cap on all host memory taken, bytes; None: what the machine has", default=None)
+    threads: int | None = _doc("Numba threads of the host step; None: this rank's share of the cores", default=None)
+    max_host_bytes: int | None = _doc(
+        "cap on all host memory this process takes (each rank its own), bytes; None: what the machine has", default=None
+    )
     skip_nonfinite: str = _doc(
         "when_clipping | always | never: when a step whose gradient norm is not finite is skipped whole",
         default="when_clipping",
@@ -162,6 +166,8 @@ def _integer(name: str, value: Any, optional: bool = False, least: int = 1) -> N
         raise ConfigError(explain(name, value, "not an integer", remedy))
     if value < least:
         raise ConfigError(explain(name, value, f"below {least}", remedy))
+    if value > LARGEST:
+        raise ConfigError(explain(name, value, "above 2^63 - 1", "Give a smaller number"))
 
 
 def _number(
@@ -169,9 +175,16 @@ def _number(
 ) -> None:
     if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _finite(value):
         raise ConfigError(explain(name, value, "not a finite number", "Give a finite number"))
     if above is not None and value <= above:
         raise ConfigError(explain(name, value, f"not above {above:g}", f"Give a number above {above:g}"))
     if least is not None and value < least:
         raise ConfigError(explain(name, value, f"below {least:g}", f"Give a number of at least {least:g}"))
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float can hold
+        return False

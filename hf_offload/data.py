@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_offload.errors import RecipeError, explain
+from hf_offload.errors import RecipeError, explain, shown
 from hf_offload.recipe import DataSpec, JsonlChat, PydocTopics, TextFiles
 
 IGNORED = -100
@@ -61,9 +62,9 @@ def _texts(spec: DataSpec) -> list[str]:
     if not isinstance(spec, TextFiles):
         raise TypeError(f"no reader for {type(spec).__name__}")
     path = Path(spec.path)
-    if path.is_file():
+    if os.path.isfile(path):
         return [_read(path)]
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise RecipeError(explain("data.path", spec.path, "no such file or folder", "Give one that exists"))
     files = sorted(f for f in path.rglob("*") if f.is_file() and fnmatch.fnmatch(f.name, spec.pattern))
     if not files:
@@ -75,6 +76,9 @@ def _texts(spec: DataSpec) -> list[str]:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
+    except OSError as error:
+        cause = f"cannot be read: {error.strerror or error}"
+        raise RecipeError(explain("data.path", str(path), cause, "Give a file that you may read")) from None
     except UnicodeDecodeError as error:
         raise RecipeError(explain("data.path", str(path), f"not UTF-8 text ({error})", "Save it as UTF-8")) from None
 
@@ -92,10 +96,10 @@ def blocks(texts: Iterable[str], tokenizer: Any, block_size: int) -> list[Row]:
 
 def read_chats(path: Path) -> list[tuple[str, list[dict[str, str]]]]:
     """The chats of a JSON-lines file, each with where it stands (`file:line`). Raises RecipeError."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path's, also of names that are too long
         raise RecipeError(explain("data.path", str(path), "no such file", "Give a JSON-lines file that exists"))
     chats = []
-    for number, line in enumerate(_read(path).splitlines(), start=1):
+    for number, line in enumerate(_read(path).split("\n"), start=1):  # JSON may hold U+2028, where splitlines cuts
         if line.strip():
             where = f"{path}:{number}"
             chats.append((where, _messages(line, where)))
@@ -106,7 +110,7 @@ def _messages(line: str, where: str) -> list[dict[str, str]]:
     form = 'Write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecipeError(f"{where}: not JSON: {error}. {form}.") from None
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -114,8 +118,19 @@ def _messages(line: str, where: str) -> list[dict[str, str]]:
     for message in messages:
         good = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         if not good:
-            raise RecipeError(f"{where}: the message {message!r} has no text `role` and `content`. {form}.")
+            raise RecipeError(f"{where}: the message {shown(message)} has no text `role` and `content`. {form}.")
+        if not all(_encodes(message[key]) for key in ("role", "content")):
+            cause = f"the message {shown(message)} has half of a surrogate pair (as \"\\ud83d\"), which is no character"
+            raise RecipeError(f"{where}: {cause}. Write the whole pair, or take it out.")
     return messages
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def chat_rows(

@@ -10,7 +10,8 @@ import subprocess
 import sys
 from typing import Any
 
-from hf_offload import __version__
+from hf_offload import __version__, hostmem
+from hf_offload.ranks import local_ranks
 
 _DISTRIBUTIONS = (
     "torch",
@@ -81,9 +82,7 @@ def gpus() -> list[tuple[str, int]]:
 
 def hardware() -> dict[str, Any]:
     """The machine, as plain data: for the summary of a run."""
-    from hf_offload.hostmem import available_host_bytes
-
-    memory = available_host_bytes()
+    memory = hostmem.available_host_bytes()
     return {
         "processor": processor(),
         "cores": os.cpu_count(),
@@ -100,22 +99,28 @@ def facts() -> dict[str, str]:
     """Everything a bug report should say, as text by name."""
     import torch
 
-    from hf_offload import hostmem
-
-    memory = hostmem.available_host_bytes()
     found = versions()
     found["torch built for"] = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     found["GPU"] = ", ".join(f"{name} ({size / 1e9:.1f} GB)" for name, size in gpus()) or "none"
     found["processor"] = processor()
     found["cores"] = f"{usable_cores()} usable of {os.cpu_count()} (affinity)"
-    if memory.known:
-        available, total = memory.available / 1e9, memory.total / 1e9
-        found["host memory"] = f"{available:.1f} of {total:.1f} GB available ({memory.source})"
-    else:
-        found["host memory"] = "not known"
+    found.update(_host_memory())
+    found["ranks on this node"] = str(local_ranks())
     found["numba threads"], found["numba layer"] = _numba()
     found["--optim offload_adam"] = _autoload()
     found["system"] = platform.platform()
+    return found
+
+
+def _host_memory() -> dict[str, str]:
+    """Every limit on it, the tightest first, and on what of it may be pinned."""
+    limits = hostmem.host_limits()
+    found = {"host memory": "not known"}
+    for number, memory in enumerate(limits):
+        name = f"host limit {number + 1}" if number else "host memory"
+        found[name] = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB available ({memory.source})"
+    locked = hostmem.lockable_bytes()
+    found["locked memory"] = f"{'no limit' if locked is None else f'{locked} bytes'} (ulimit -l)"
     return found
 
 

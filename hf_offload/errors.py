@@ -6,6 +6,7 @@ Every message gives four things: the setting, its value, the cause and the remed
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 
@@ -45,9 +46,35 @@ class WaitTimeout(TransportError, TimeoutError):
     """A wait took longer than `timeout_s`."""
 
 
+class _Short(reprlib.Repr):
+    """A few YAML aliases can stand for 2^60 items, and Python refuses to write an int of 5,000 digits: a message about
+    such a value must not fail, nor take the memory of the machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 12
+        self.maxstring = self.maxother = self.maxlong = 400
+
+    def repr_int(self, x: int, level: int) -> str:
+        return f"<a whole number of {x.bit_length()} bits>" if x.bit_length() > 1000 else repr(x)
+
+
+_SHORT, _LONGEST = _Short(), 800
+
+
+def shown(value: object) -> str:
+    """`repr(value)` for a message: of at most a few hundred characters, whatever the value; never raises."""
+    try:
+        text = _SHORT.repr(value)
+    except Exception:  # somebody's own __repr__, __len__ or __iter__
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
 def explain(setting: str, value: object, cause: str, remedy: str) -> str:
     """The house form of an error message: `setting=value: cause. Remedy.`"""
-    return f"{setting}={value!r}: {cause.rstrip('.')}. {remedy.rstrip('.')}."
+    return f"{setting}={shown(value)}: {cause.rstrip('.')}. {remedy.rstrip('.')}."
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -1,32 +1,36 @@
-"""How much host memory this process may still take, and the refusal of a plan that needs more. Stdlib only."""
+"""How much host memory this process may still take: of the machine, of its cgroups, of its limits. Stdlib only."""
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
-from hf_offload.errors import HostMemoryError, explain
-
 UNKNOWN = "unknown"
-GB = 1e9
+MORE_MEMORY = "use a machine with more memory"
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What is left for this process.
+    """What one limit leaves.
 
     Attributes:
         available: bytes that can be taken without swapping or being killed; 0 where unknown.
         total: bytes of the machine or of its tightest cgroup; 0 where unknown.
         source: what sets `available`: "/proc/meminfo MemAvailable", "cgroup memory.max of /a/b" ...; or "unknown".
+        shared: whether all processes of a run on this node take from it; a ulimit is each process's own.
+        to_free: what makes `available` more, up to `total`.
+        to_raise: what makes `total` more.
     """
 
     available: int
     total: int
     source: str
+    shared: bool = field(default=True, compare=False)
+    to_free: str = field(default="end other programs", compare=False)
+    to_raise: str = field(default=MORE_MEMORY, compare=False)
 
     @property
     def known(self) -> bool:
@@ -34,58 +38,40 @@ class HostMemory:
 
 
 def available_host_bytes(root: Path = Path("/")) -> HostMemory:
-    """The least of the machine's available memory and of what every cgroup around this process leaves.
-
-    A cgroup leaves its limit minus its usage, where page cache that the kernel gives back on demand (`inactive_file`)
-    does not count as used.
+    """What the tightest of `host_limits` leaves this process.
 
     Args:
         root: where /proc and /sys are found (tests use made-up trees).
     """
-    found = [*_machine(root), *_cgroups_v2(root), *_cgroups_v1(root)]
+    found = host_limits(root)
     if not found:
         return HostMemory(0, 0, UNKNOWN)
-    tightest = min(found, key=lambda memory: memory.available)
-    return HostMemory(tightest.available, min(memory.total for memory in found), tightest.source)
+    return replace(found[0], total=min(memory.total for memory in found))
 
 
-def check_host_budget(need: Mapping[str, int], max_host_bytes: int | None, root: Path = Path("/")) -> None:
-    """Refuses a plan that does not fit, before anything is allocated.
+def host_limits(root: Path = Path("/")) -> list[HostMemory]:
+    """Everything that bounds this process's host memory, the tightest first.
+
+    That is the machine's available memory, every cgroup around this process, where the kernel promises no more than it
+    has (vm.overcommit_memory=2) what it may still promise, and this process's own ulimits. Swap does not count: a step
+    that swaps takes minutes. A cgroup leaves its limit minus its usage, where page cache that the kernel gives back on
+    demand (`inactive_file`) does not count as used.
 
     Args:
-        need: bytes of each line of the plan, in the order in which an error lists them.
-        max_host_bytes: the user's cap on the sum, or None.
         root: as in `available_host_bytes`.
-
-    Raises:
-        HostMemoryError: the sum is above the cap, or above what is available. Where that is unknown, it passes.
     """
-    needed = sum(need.values())
-    if max_host_bytes is not None and needed > max_host_bytes:
-        cause = f"the plan takes {_bytes(needed)} of host memory"
-        remedy = f"Raise max_host_bytes to at least {needed}, or {_SMALLER}"
-        raise HostMemoryError(explain("max_host_bytes", max_host_bytes, cause, remedy) + _table(need))
-    memory = available_host_bytes(root)
-    if memory.known and needed > memory.available:
-        cause = (
-            f"the plan takes {_bytes(needed)}, but of {_bytes(memory.total)} only {_bytes(memory.available)} are left"
-        )
-        limit = "raise the memory limit of the container or job" if "cgroup" in memory.source else "end other programs"
-        remedy = f"Use a machine with more memory, {limit}, or {_SMALLER}"
-        raise HostMemoryError(explain("host memory", memory.source, cause, remedy) + _table(need))
+    found = [*_machine(root), *_cgroups_v2(root), *_cgroups_v1(root), *_commit(root), *_ulimits(root)]
+    return sorted(found, key=lambda memory: memory.available)
 
 
-_SMALLER = "train fewer parameters (freeze some, or use LoRA)"
+def own_bytes(root: Path = Path("/")) -> int:
+    """Memory of its own that this process has touched, bytes; 0 where unknown."""
+    return _fields(root / "proc" / "self" / "status").get("RssAnon:", 0) * 1024
 
 
-def _bytes(count: int) -> str:
-    return f"{count / GB:.2f} GB ({count} bytes)"
-
-
-def _table(need: Mapping[str, int]) -> str:
-    lines = [*need.items(), ("sum", sum(need.values()))]
-    width = max(len(name) for name, _ in lines)
-    return "".join(f"\n  {name:<{width}}  {_bytes(count)}" for name, count in lines)
+def lockable_bytes(root: Path = Path("/")) -> int | None:
+    """`ulimit -l`: bytes this process may lock in memory; None: no limit, or not known."""
+    return _ulimit(root, "Max locked memory")
 
 
 def _machine(root: Path) -> Iterator[HostMemory]:
@@ -159,7 +145,45 @@ def _left(folder: Path, group: str, limit_file: str, usage_file: str, cache_fiel
     if limit is None or limit >= _NO_LIMIT or usage is None:
         return
     reclaimable = _fields(folder / "memory.stat").get(cache_field, 0)
-    yield HostMemory(max(0, limit - max(0, usage - reclaimable)), limit, f"cgroup {limit_file} of {group}")
+    left = max(0, limit - max(0, usage - reclaimable))
+    yield HostMemory(
+        left, limit, f"cgroup {limit_file} of {group}", to_free="end other programs in the container or job",
+        to_raise="raise the memory limit of the container or job",
+    )  # fmt: skip
+
+
+def _commit(root: Path) -> Iterator[HostMemory]:
+    """Memory the kernel may still promise, where it promises no more than there is. Untouched memory counts."""
+    if _number(root / "proc" / "sys" / "vm" / "overcommit_memory") != 2:
+        return
+    fields = _fields(root / "proc" / "meminfo")
+    limit, promised = fields.get("CommitLimit:"), fields.get("Committed_AS:")
+    if limit is not None and promised is not None:
+        yield HostMemory(
+            max(0, limit - promised) * 1024, limit * 1024, "/proc/meminfo CommitLimit, with vm.overcommit_memory=2",
+            to_raise="raise vm.overcommit_ratio, or set vm.overcommit_memory=0",
+        )  # fmt: skip
+
+
+def _ulimits(root: Path) -> Iterator[HostMemory]:
+    """RLIMIT_AS and RLIMIT_DATA, against what this process has mapped."""
+    used = _fields(root / "proc" / "self" / "status")
+    for limit_name, field_name, flag in (("Max address space", "VmSize:", "-v"), ("Max data size", "VmData:", "-d")):
+        limit, kib = _ulimit(root, limit_name), used.get(field_name)
+        if limit is not None and kib is not None:
+            yield HostMemory(
+                max(0, limit - kib * 1024), limit, f"ulimit {flag}", shared=False, to_free="",
+                to_raise=f"raise this process's own limit (ulimit {flag} unlimited)",
+            )  # fmt: skip
+
+
+def _ulimit(root: Path, name: str) -> int | None:
+    """The soft limit `name` of /proc/self/limits; None where there is none."""
+    for line in _text(root / "proc" / "self" / "limits").splitlines():
+        if line.startswith(name):
+            soft = line[len(name) :].split()[:1]
+            return int(soft[0]) if soft and soft[0].isdigit() else None
+    return None
 
 
 def _number(path: Path) -> int | None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import logging
 import os
 import socket
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_offload.errors import ConfigError, RecipeError, explain
-from hf_offload.recipe import ModelSpec, TokenizerSpec, looks_local
+from hf_offload.recipe import ModelSpec, TokenizerSpec, is_foreign_kernel, looks_local
 from hf_offload.strict_yaml import suggest
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 # Found in many config.json files; transformers reads them under their newer names or not at all.
 _OLD_CONFIG_KEYS = {"rope_theta", "rope_scaling", "torch_dtype", "_name_or_path", "model_type"}
@@ -55,14 +59,14 @@ def fetch(setting: str, path: str, load: Callable[[bool], T]) -> T:
         RecipeError: no such folder, no such model, no network, or files that do not fit.
     """
     local = looks_local(path)
-    if local and not Path(path).is_dir():
+    if local and not os.path.isdir(path):
         raise RecipeError(explain(setting, path, "no such folder", "Give a folder with config.json, or a hub id"))
     if not local and (len(path.split("/")) > 2 or not path.strip("/ ")):
         raise RecipeError(explain(setting, path, "neither a folder nor a hub id", "Write a hub id as owner/name"))
     reachable = local or hub_reachable()
     try:
         return load(not reachable)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # a damaged config.json or weights file ends in any of a dozen
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if not reachable:
             cause = "no such folder here, it is not in the local cache, and the hub cannot be reached"
@@ -79,13 +83,42 @@ def pretrained_config(path: str, setting: str, trust_remote_code: bool = False) 
     """The configuration of a folder or a hub id. Raises RecipeError."""
     from transformers import AutoConfig
 
-    if looks_local(path) and Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+    if looks_local(path) and os.path.isdir(path) and not (Path(path) / "config.json").is_file():
         raise RecipeError(explain(setting, path, "the folder has no config.json", "Give a folder with a model in it"))
-    return fetch(
+    if trust_remote_code:
+        _announce(path)
+    config = fetch(
         setting,
         path,
         lambda offline: AutoConfig.from_pretrained(path, local_files_only=offline, trust_remote_code=trust_remote_code),
     )
+    if not trust_remote_code:
+        _refuse_kernels(config, path)
+    return config
+
+
+@cache
+def _announce(path: str) -> None:
+    """Said before it happens, and once."""
+    logger.warning(
+        "hf_offload: model.trust_remote_code=true: code that comes with %r runs on this machine now, with your rights.",
+        path,
+    )
+
+
+def _refuse_kernels(config: Any, path: str) -> None:
+    """transformers fetches and runs a compiled kernel where a config.json, or a part of one, names its repository.
+
+    Raises:
+        RecipeError: this one does.
+    """
+    for name, value in vars(config).items():
+        if hasattr(value, "to_dict"):
+            _refuse_kernels(value, path)
+        elif "implementation" in name and is_foreign_kernel(value):
+            cause = f"its config.json names {value!r}, a repository of compiled code, for {name.strip('_')}"
+            remedy = "Take that out of config.json, or set model.trust_remote_code=true if you trust the code"
+            raise RecipeError(explain("model.path", path, cause, remedy))
 
 
 def scratch_config(fields: dict[str, Any], setting: str) -> Any:
@@ -106,7 +139,7 @@ def scratch_config(fields: dict[str, Any], setting: str) -> Any:
     for name, value in fields.items():
         if name not in known:
             cause = f"not a field of {model_type}"
-            raise RecipeError(explain(f"{setting}.{name}", value, cause, suggest(name, sorted(known))))
+            raise RecipeError(explain(f"{setting}.{name}", value, cause, suggest(str(name), sorted(known))))
     try:
         return cls(**{name: value for name, value in fields.items() if name != "model_type"})
     except Exception as error:  # the classes of transformers' validation errors differ between versions
@@ -120,6 +153,8 @@ def build_tokenizer(spec: TokenizerSpec, model: ModelSpec) -> Any:
         return byte_level_tokenizer()
     from transformers import AutoTokenizer
 
+    if model.trust_remote_code:
+        _announce(model.path if spec.path is None else spec.path)
     setting, path = ("tokenizer.path", spec.path) if spec.path is not None else ("model.path", model.path)
     assert path is not None
     tokenizer = fetch(

@@ -62,7 +62,8 @@ def render(config: OffloadConfig, text: str | None = None) -> str | None:
     """The `--optim_args` text that says `config`, after the Adam settings that `text` already has.
 
     Raises:
-        ConfigError: `text` has engine settings too, which would contradict `config`; or `text` does not parse.
+        ConfigError: `text` has engine settings too, which would contradict `config`; `text` does not parse; or a path
+            in `config` has letters that mean something in such a text.
     """
     entries = _split(text)
     both = [name for name in entries if name not in ADAM]
@@ -72,8 +73,17 @@ def render(config: OffloadConfig, text: str | None = None) -> str | None:
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if value != f.default:
-            entries[f.name] = str(value).lower() if isinstance(value, bool) else repr(value).strip("'")
+            entries[f.name] = _as_text(f.name, value)
     return ",".join(f"{name}={value}" for name, value in entries.items()) or None
+
+
+def _as_text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        return str(value).lower()
+    if any(letter in value for letter in ", =") or value.lower() in ("none", "null"):
+        cause = "optim_args cannot carry it: a comma, a blank, '=' and the words none and null mean something there"
+        raise ConfigError(explain(name, value, cause, "Give it another name"))
+    return value
 
 
 def _split(text: str | None) -> dict[str, str]:
@@ -86,6 +96,8 @@ def _split(text: str | None) -> dict[str, str]:
             cause = "an entry without a name and '='" if entry else "an empty entry"
             example = "optim_args is a list like schedule=overlapped,threads=8"
             raise ConfigError(explain("optim_args", entry or text, cause, example))
+        if "=" in value:  # transformers, which reads the same text, takes one
+            raise ConfigError(explain(f"optim_args {name}", value, "has a second '='", "Give a value without"))
         if name in entries:
             cause = f"already given as {entries[name]!r}"
             raise ConfigError(explain(f"optim_args {name}", value, cause, "Give it once"))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_offload.config import OffloadConfig
 from hf_offload.engine import Engine
-from hf_offload.engine.gradients import Gradient
+from hf_offload.engine.gradients import Gradient, GradientSet
 from hf_offload.engine.hyper import check_group
 from hf_offload.engine.scaling import Factor, PendingScale
 from hf_offload.engine.stats import Stats
@@ -25,6 +25,8 @@ from hf_offload.state import LiveEntry, load, plain_entry, shows
 from hf_offload.timeline import open_timeline
 
 logger = logging.getLogger(__name__)
+
+_alive: weakref.WeakSet[OffloadAdam] = weakref.WeakSet()
 
 
 class OffloadAdam(torch.optim.Optimizer):
@@ -94,7 +96,12 @@ class OffloadAdam(torch.optim.Optimizer):
         self.last_grad_norm: float | None = None
         """L2 norm of the unscaled gradients as last computed by `clip_grad_norm_`."""
         if model is not None:
-            self.attach(model)
+            try:
+                self.attach(model)
+            except BaseException:
+                self.close()  # whoever keeps the error keeps its frames, and this optimizer with them
+                raise
+        _alive.add(self)
 
     # ---- torch.optim.Optimizer's interface
 
@@ -118,21 +125,23 @@ class OffloadAdam(torch.optim.Optimizer):
 
         Raises:
             UnsupportedError: a gradient that is sparse or of another dtype or device than its parameter.
-            StateError: gradients changed after they were clipped, `optimizer.state` was edited, or an earlier step
-                failed.
+            StateError: gradients changed after they were clipped, `optimizer.state` was edited, the attached model has
+                new parameters in place of ours, or an earlier step failed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.engine.check_model()
         found = self.engine.gather(self.param_groups)
         self._check_state(found.items)
-        factor = self._pending.take(found, self.config.skip_nonfinite)
+        factor = self._pending.factor(found, self.config.skip_nonfinite)
         if factor.skip:
-            self._skip(factor)
+            self._skip(found, factor)
         elif found.items:
-            self.engine.step(self.param_groups, found, factor)
+            self._take_step(found, factor)
             self._fill_state()
+        self._pending.clear()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -231,6 +240,17 @@ class OffloadAdam(torch.optim.Optimizer):
         found = self._pending.unscale(self.engine.gather(self.param_groups), float(inv_scale))
         return torch.tensor(float(found), dtype=torch.float32, device=self._device())
 
+    def skip_step(self) -> None:
+        """For a GradScaler that found an overflow: the step that was due is not taken. Counted in
+        `stats().skipped_steps`; what was pending for it is dropped."""
+        self.engine.skip(Factor(self._pending.drop(), 1.0, skip=True))
+        skips = self.engine.skips
+        level = logging.WARNING if skips.alarming else logging.INFO
+        logger.log(
+            level, "hf_offload: step %d is skipped whole: gradients overflowed under the loss scale (%d skipped so "
+            "far, %d in a row).", self.engine.attempts, skips.count, skips.in_a_row,
+        )  # fmt: skip
+
     def synchronize(self) -> None:
         """Return when the device weights are those of the last step."""
         self.engine.wait_outsider()
@@ -316,12 +336,31 @@ class OffloadAdam(torch.optim.Optimizer):
                             "load_state_dict; with an empty 'state' in the dict, Adam starts anew")
                 )  # fmt: skip
 
-    def _skip(self, factor: Factor) -> None:
+    def _take_step(self, found: GradientSet, factor: Factor) -> None:
+        """A step that was not taken, for want of memory or after Ctrl-C, can be asked for again: then the clipping and
+        the loss scale that were asked for before it still hold."""
+        before = self.engine.steps
+        try:
+            self.engine.step(self.param_groups, found, factor)
+        finally:
+            if self.engine.steps != before:
+                self._pending.clear()
+
+    def _skip(self, found: GradientSet, factor: Factor) -> None:
         self.engine.skip(factor)
-        logger.warning(
-            "hf_offload: the gradients' norm is not finite: this step is skipped whole, no weight or state changes "
-            "(skip_nonfinite=%r).", self.config.skip_nonfinite,
-        )  # fmt: skip
+        skips = self.engine.skips
+        if skips.worth_a_warning:
+            logger.warning(
+                "hf_offload: step %d is skipped whole, no weight or state changes: gradients are not finite, of %s "
+                "(skip_nonfinite=%r; %d skipped so far, %d in a row).",
+                self.engine.attempts, self.engine.not_finite(found), self.config.skip_nonfinite,
+                skips.count, skips.in_a_row,
+            )  # fmt: skip
+
+
+def alive() -> list[OffloadAdam]:
+    """Every optimizer that there is and that was not closed."""
+    return [optimizer for optimizer in list(_alive) if not optimizer.engine.closed]
 
 
 def _parameters_of(optimizer: weakref.ref[OffloadAdam]) -> list[Tensor]:

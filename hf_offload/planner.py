@@ -29,6 +29,7 @@ CUDA_CONTEXT_BYTES = 1_000_000_000
 current GPUs) and cuBLAS's workspace. The upper end of what is commonly seen, so that a plan that fits holds."""
 
 MASTER_BYTES = MOMENT_BYTES = 4
+CACHE_LINE = 64
 LOGIT_PEAK_BYTES = 12
 """Bytes per logit at the peak, in the loss's backward: the fp32 log-softmax, its gradient and the gradient of the
 fp32 logits. In the forward it is 2 + 4 + 4: the 16-bit logits, their fp32 copy and the log-softmax."""
@@ -176,7 +177,7 @@ class Seconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Whether it fits. None: one of the two figures is not known."""
+    """Whether it fits. None: one of the two figures is not known. The host's need is that of all ranks on a node."""
 
     gpu_need: int
     gpu_have: int | None
@@ -201,6 +202,7 @@ class Plan:
     seconds: Seconds
     hide: dict[str, Hide]
     fit: Fit
+    ranks_per_node: int = 1
 
 
 def state_lines(counts: Counts, streaming: Streaming | None = None) -> tuple[Line, ...]:
@@ -226,8 +228,8 @@ def _gradients(psi: int, wire: int, streaming: Streaming | None) -> Line:
 
 
 def pinned_ring_bytes(bucket_bytes: int, ring_slots: int) -> int:
-    """Pinned host memory: a ring of `ring_slots` buckets each way, whatever the size of the model."""
-    return 2 * ring_slots * bucket_bytes
+    """Pinned host memory: a ring of `ring_slots` buckets each way, each of whole cache lines, whatever the model."""
+    return 2 * ring_slots * -(-bucket_bytes // CACHE_LINE) * CACHE_LINE
 
 
 def link_bytes_per_step(counts: Counts, accumulation: int = 1, streamed: bool = False) -> int:
@@ -322,6 +324,7 @@ def make(
     bucket_bytes: int,
     ring_slots: int,
     streaming: Streaming | None = None,
+    ranks_per_node: int = 1,
 ) -> Plan:
     """The whole plan.
 
@@ -329,6 +332,7 @@ def make(
         shape: None where only the number of parameters is known; activations and logits are then not counted.
         bucket_bytes, ring_slots: of the `OffloadConfig`.
         streaming: None where gradients stay on the GPU until the step.
+        ranks_per_node: processes that share the host's memory, each with a GPU. State is not sharded: each has its own.
 
     Raises:
         ValueError: there is no trainable parameter.
@@ -345,6 +349,7 @@ def make(
     ring = [Line(name="pinned_ring", host=pinned_ring_bytes(bucket_bytes, ring_slots), note="whatever the model")]
     if streaming is not None and streaming.shadow_bytes:
         ring.append(Line(name="shadow", host=streaming.shadow_bytes, note="for speculation"))
+    ring.append(Line(name="checkpoint", note="saved in place"))
     other = (*ring, *_other_lines(counts, workload, shape))
     times = seconds(counts, workload, machine, streaming is not None)
     longest = max(times.link, times.host_step)
@@ -362,7 +367,8 @@ def make(
             what: tokens_to_hide(spent, counts, machine.tflops, workload.checkpointing)
             for what, spent in (("host_step", times.host_step), ("link", times.link), ("both", longest))
         },
-        fit=_fit(state + other, machine),
+        fit=_fit(state + other, machine, ranks_per_node),
+        ranks_per_node=ranks_per_node,
     )
 
 
@@ -382,9 +388,9 @@ def _other_lines(counts: Counts, workload: Workload, shape: Shape | None) -> tup
     return tuple(lines)
 
 
-def _fit(lines: tuple[Line, ...], machine: Machine) -> Fit:
+def _fit(lines: tuple[Line, ...], machine: Machine, ranks: int) -> Fit:
     gpu_need = sum(line.gpu_with for line in lines)
-    host_need = sum(line.host for line in lines)
+    host_need = ranks * sum(line.host for line in lines)
     return Fit(
         gpu_need=gpu_need,
         gpu_have=machine.gpu_bytes,
@@ -409,12 +415,14 @@ def as_json(plan: Plan) -> dict[str, Any]:
             **plan.activations,
             "gpu_total_without": sum(line.gpu_without for line in plan.state + plan.other),
             "gpu_total_with": plan.fit.gpu_need,
-            "host_total": plan.fit.host_need,
+            "host_total": sum(line.host for line in plan.state + plan.other),
+            "host_total_node": plan.fit.host_need,
         },
         "lines": [asdict(line) for line in plan.state + plan.other],
         "seconds": asdict(plan.seconds),
         "tokens_to_hide": {what: asdict(hide) for what, hide in plan.hide.items()},
         "fits": asdict(plan.fit),
+        "ranks_per_node": plan.ranks_per_node,
         "workload": {**asdict(plan.workload), "tokens_per_micro_batch": plan.workload.tokens},
         "machine": asdict(plan.machine),
         "shape": None if plan.shape is None else asdict(plan.shape),

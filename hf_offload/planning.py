@@ -39,6 +39,7 @@ class Asked:
     gpu_gb: float | None = None
     host_gb: float | None = None
     stream_gradients: bool | None = None
+    ranks_per_node: int = 1
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,10 @@ def answer(asked: Asked) -> Answer:
     assumed: list[str] = []
     work = _chosen(asked, _fields(Workload), subject.workload, assumed)
     speeds = _chosen(asked, ("link_gb_s", "host_bw_gb_s", "tflops"), {}, assumed)
+    for name in ("batch", "seq_len", "accumulation"):
+        if not 1 <= work[name] < 1e12:
+            cause = "not from 1 to 1e12"
+            raise ConfigError(explain(f"--{name.replace('_', '-')}", work[name], cause, "Give a number of at least 1"))
     for name, value in speeds.items():
         _positive(name, value)
     machine = Machine(**speeds, gpu_bytes=_gpu_bytes(asked), host_bytes=_host_bytes(asked))
@@ -84,6 +89,7 @@ def answer(asked: Asked) -> Answer:
         bucket_bytes=subject.offload.bucket_bytes,
         ring_slots=subject.offload.ring_slots,
         streaming=_streaming(subject.offload, asked.stream_gradients),
+        ranks_per_node=asked.ranks_per_node,
     )
     return Answer(plan=plan, source=subject.source, assumed=tuple(assumed), notes=subject.notes)
 

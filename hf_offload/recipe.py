@@ -7,6 +7,7 @@ the `training` section.
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_offload import strict_yaml
 from hf_offload.config import OffloadConfig
-from hf_offload.errors import ConfigError, RecipeError, explain, nearest
+from hf_offload.errors import ConfigError, RecipeError, explain, nearest, shown
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -35,7 +36,7 @@ class ModelSpec:
         config: `model_type` and the fields of that configuration; the model starts from random weights.
         dtype: of the weights as loaded: bfloat16, float16 or float32.
         attn_implementation: as in from_pretrained; None: transformers chooses.
-        trust_remote_code: whether code that comes with the model may run.
+        trust_remote_code: whether code that comes with the model, or from a hub's repository of kernels, may run.
         freeze: patterns (as in a shell) of parameter names that are not trained.
         shape: `model_type` and configuration fields of `path`, so that a plan needs no hub; never used to train.
     """
@@ -54,6 +55,10 @@ class ModelSpec:
             cause = "neither is given" if self.path is None else "both are given"
             remedy = "Give one of them; `model.config=null` on the command line takes the other out"
             raise RecipeError(f"model.path and model.config: {cause}. {remedy}.")
+        if is_foreign_kernel(self.attn_implementation) and not self.trust_remote_code:
+            cause = "names a repository, whose compiled code transformers would fetch and run"
+            remedy = "Name one that transformers has (sdpa, eager), or set model.trust_remote_code=true"
+            raise RecipeError(explain("model.attn_implementation", self.attn_implementation, cause, remedy))
         for name in ("config", "shape"):
             given = getattr(self, name)
             if given is not None and not isinstance(given.get("model_type"), str):
@@ -152,13 +157,13 @@ def find(name_or_path: str) -> Path:
     Raises:
         RecipeError: neither.
     """
-    path = Path(name_or_path).expanduser()
-    if path.is_file():
+    path = expanded(name_or_path)
+    if os.path.isfile(path):
         return path
     known = shipped()
     if name_or_path in known:
         return known[name_or_path]
-    if path.is_dir():
+    if os.path.isdir(path):
         raise RecipeError(explain("recipe", name_or_path, "is a folder, not a recipe", "Give a YAML file in it"))
     cause = "no such file, and no shipped recipe has this name"
     raise RecipeError(explain("recipe", name_or_path, cause, nearest(name_or_path, known)))
@@ -174,20 +179,26 @@ def copy(name: str, destination: Path | None, force: bool = False) -> list[Path]
         RecipeError: a file is in the way and `force` is not given; nothing is written then.
     """
     source = find(name)
-    target = Path(f"{source.stem}.yaml") if destination is None else destination.expanduser()
+    target = Path(f"{source.stem}.yaml") if destination is None else expanded(str(destination))
     if target.is_dir() or target.suffix not in (".yaml", ".yml"):
         target = target / source.name
-    raw = strict_yaml.parse(source.read_text(encoding="utf-8"), str(source))
+    raw = strict_yaml.parse(strict_yaml.read_text(source), str(source))
     pairs = [(source, target)]
     data = raw.get("data") if isinstance(raw, dict) else None
     written = data.get("path") if isinstance(data, dict) else None
-    if isinstance(written, str) and not Path(written).is_absolute() and (source.parent / written).is_file():
+    if isinstance(written, str) and not Path(written).is_absolute() and os.path.isfile(source.parent / written):
+        if ".." in Path(written).parts:
+            cause = "leads out of the recipe's folder, and its copy would be written outside of DEST"
+            raise RecipeError(explain("data.path", written, cause, "Copy the recipe by hand, or `recipes show` it"))
         pairs.append((source.parent / written, target.parent / written))
     for start, end in pairs:
-        if end.exists() and not force:
+        if os.path.lexists(end) and not force:
             raise RecipeError(explain("DEST", str(end), "is there already", "Give another, or --force to overwrite it"))
         if end.exists() and end.samefile(start):
             raise RecipeError(explain("DEST", str(end), "is the recipe itself", "Give another"))
+        if not Path(os.path.realpath(end)).is_relative_to(os.path.realpath(target.parent)):
+            cause = "a link there leads out of its folder, and what it leads to would be written"
+            raise RecipeError(explain("DEST", str(end), cause, "Take the link away, or give another"))
     for start, end in pairs:
         end.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(start, end)
@@ -205,11 +216,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), output_dir: str | Non
         RecipeError: anything that does not fit, named by the path of its key.
     """
     path = find(name_or_path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise RecipeError(explain("recipe", str(path), f"not UTF-8 text ({error})", "Save it as UTF-8")) from None
-    raw = strict_yaml.parse(text, str(path))
+    raw = strict_yaml.parse(strict_yaml.read_text(path), str(path))
     if not isinstance(raw, dict):
         raise RecipeError(f"{path}: holds no recipe. Write `key: value` lines; `hf-offload recipes show` has examples.")
     raw = written = _absolute_paths(raw, path.parent)
@@ -262,7 +269,7 @@ def _set(raw: dict[str, Any], names: list[str], value: Any, said: str) -> dict[s
         inner = {}
     if not isinstance(inner, dict):
         remedy = f"Override {name} itself, or a key that holds others"
-        raise RecipeError(explain("override", said, f"{name!r} holds {inner!r}, nothing below it", remedy))
+        raise RecipeError(explain("override", said, f"{name!r} holds {shown(inner)}, nothing below it", remedy))
     return {**raw, name: _set(inner, rest, value, said)}
 
 
@@ -282,8 +289,8 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     for section in ("data", "model", "tokenizer"):
         inner = raw.get(section)
         if isinstance(inner, dict) and isinstance(inner.get("path"), str):
-            here = folder / Path(inner["path"]).expanduser()
-            if section == "data" or here.exists() or looks_local(inner["path"]):
+            here = folder / expanded(inner["path"])
+            if section == "data" or os.path.exists(here) or looks_local(inner["path"]):
                 changed[section] = {**inner, "path": str(here)}
     return changed
 
@@ -291,7 +298,22 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
 def looks_local(path: str) -> bool:
     """Whether a model's path is meant as a folder: a hub id is `name` or `owner/name`, with no leading dot or ~."""
     parts = path.replace("\\", "/").split("/")
-    return len(parts) > 2 or path.startswith((".", "~", "/", "\\")) or path.endswith(("/", "\\")) or Path(path).exists()
+    if len(parts) > 2 or path.startswith((".", "~", "/", "\\")) or path.endswith(("/", "\\")):
+        return True
+    return os.path.exists(path)  # unlike Path's, also of names that are too long
+
+
+def is_foreign_kernel(implementation: object) -> bool:
+    """Whether an `attn_implementation` is `owner/name` on a hub instead of one that transformers has."""
+    return isinstance(implementation, str) and "/" in implementation
+
+
+def expanded(path: str) -> Path:
+    """The path with a leading ~ as the home folder; as it is where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def _one_of(name: str, value: str, valid: Sequence[str]) -> None:
@@ -320,7 +342,7 @@ def _data(raw: Any) -> DataSpec:
     if not isinstance(raw, dict):
         raise RecipeError(explain("data", raw, "not a mapping", "Write `kind: ...` and its keys under it"))
     kind = raw.get("kind")
-    if kind not in DATA_KINDS:
+    if not isinstance(kind, str) or kind not in DATA_KINDS:
         raise RecipeError(explain("data.kind", kind, "not a valid kind of data", nearest(str(kind), DATA_KINDS)))
     return strict_yaml.build(DATA_KINDS[kind], raw, "data")
 
@@ -367,7 +389,7 @@ def training_arguments(recipe: Recipe, **defaults: Any) -> TrainingArguments:
     values = strict_yaml.typed_fields(TrainingArguments, raw, "training")
     try:
         return TrainingArguments(**{**defaults, **values})
-    except (ValueError, TypeError, ImportError, OSError) as error:
+    except Exception as error:  # what transformers and accelerate raise on odd values differs from field to field
         cause = " ".join(str(error).split())
         raise RecipeError(f"training: transformers refuses these TrainingArguments: {cause}") from error
 

@@ -18,6 +18,7 @@ _NAMES = {
     "exp_avg_sq": "Adam v",
     "pinned_ring": "pinned ring",
     "shadow": "shadow",
+    "checkpoint": "checkpoint peak",
     "frozen_weights": "frozen weights",
     "activations": "activations",
     "logits": "logits and loss",
@@ -120,11 +121,14 @@ def _fit_sentences(plan: Plan) -> list[str]:
         sentences.append(f"The GPU needs {size(fit.gpu_need)}. No NVIDIA GPU was found here: give --gpu-gb to compare.")
         if fit.host_have is not None:
             context = sum(line.gpu_with for line in plan.other if line.name == "cuda_context")
-            both = fit.gpu_need - context + fit.host_need
+            both = plan.ranks_per_node * (fit.gpu_need - context) + fit.host_need
             word = "fits" if both <= fit.host_have else "does not fit"
             sentences.append(f"On this machine's CPU both parts lie in host memory: {size(both)} {word}.")
     else:
         sentences.append(_verdict("GPU", fit.gpu_need, fit.gpu_have or 0, fit.gpu))
+    ranks = plan.ranks_per_node
+    if ranks > 1:
+        sentences.append(f"{ranks} ranks on a node take {size(fit.host_need)} of its host memory together.")
     if fit.host is not None:
         sentences.append(_verdict("host", fit.host_need, fit.host_have or 0, fit.host))
     return sentences
@@ -212,7 +216,7 @@ def _outcome_sentences(summary: Mapping[str, Any]) -> list[str]:
     sentences = [
         f"{summary['params']:,} parameters ({summary['wire_dtype']}), {summary['steps']} steps {summary['schedule']} "
         f"over the {summary['transport']} transport"
-        + (f", {summary['skipped_steps']} of them skipped." if summary["skipped_steps"] else "."),
+        + (f", and {summary['skipped_steps']} skipped." if summary["skipped_steps"] else "."),
         f"A step: {phases}; exposed {duration(step['exposed_seconds'])}, hidden {step['hidden_fraction']:.0%} of "
         "d2h + host_step + h2d.",
     ]

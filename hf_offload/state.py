@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Hashable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,13 +14,16 @@ import torch
 from torch import Tensor
 
 from hf_offload.engine.hyper import check_group
-from hf_offload.errors import OffloadError, StateError, explain
+from hf_offload.errors import OffloadError, StateError, explain, shown
 
 if TYPE_CHECKING:
     from hf_offload.engine import Engine
     from hf_offload.optimizer import OffloadAdam
 
+logger = logging.getLogger(__name__)
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _REMEDY = "Load the state of an Adam or AdamW"
 
 
@@ -119,6 +124,7 @@ def load(optimizer: OffloadAdam, state_dict: Any) -> None:
     _fill(optimizer, fits.entries, bound_before)
     optimizer._fill_state()
     optimizer._pending.clear()
+    _say_conversions(fits.entries)
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
@@ -142,6 +148,20 @@ def _fill(optimizer: OffloadAdam, entries: Mapping[Tensor, Mapping[str, Any]], b
                 views[name].zero_()
         views["step"].fill_(entry.get("step", 0.0))
     engine.watch.suspect_all()
+
+
+def _say_conversions(entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """Which state was held in another dtype than here."""
+    dtypes = Counter(
+        (name, str(t.dtype).removeprefix("torch."))
+        for entry in entries.values() for name, t in entry.items()
+        if isinstance(t, Tensor) and t.dtype != torch.float32
+    )  # fmt: skip
+    for (name, dtype), count in sorted(dtypes.items()):
+        logger.warning(
+            "hf_offload: %s of %d parameters was %s in the loaded state and is float32 here: %s.", name, count, dtype,
+            "rounded to it" if dtype == "float64" else "the values are the same",
+        )  # fmt: skip
 
 
 def _apart(optimizer: OffloadAdam, entry: Mapping[str, Any], views: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -174,14 +194,18 @@ def _checked(optimizer: OffloadAdam, state_dict: Any) -> Loadable:
                     "Load it into an optimizer made for the same model with the same groups")
         )  # fmt: skip
     found: dict[Tensor, dict[str, Any]] = {}
-    keys: set[Any] = set()
+    numbered: dict[Any, Tensor] = {}
     for group, saved in zip(groups, saved_groups):
         for p, key in zip(group["params"], saved["params"]):
-            keys.add(key)
+            if numbered.setdefault(key, p) is not p:
+                raise StateError(
+                    explain("state_dict['param_groups']", key, "two parameters have this number",
+                            "Load the state as state_dict() gave it")
+                )  # fmt: skip
             entry = state.get(key)
             if entry is not None and not (isinstance(entry, Mapping) and not entry):
                 found[p] = _entry(p, key, entry)
-    strangers = [key for key in state if key not in keys]
+    strangers = [key for key in state if key not in numbered]
     if strangers:
         raise StateError(
             explain("state_dict['state']", strangers[:5], "no group has parameters of these numbers",
@@ -198,7 +222,7 @@ def _parts(state_dict: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]
         raise StateError(explain("state_dict", sorted(map(str, whole)), cause, "Pass what state_dict() gave"))
     for i, group in enumerate(groups):
         params = group.get("params") if isinstance(group, Mapping) else None
-        if not isinstance(params, (list, tuple)) or not all(isinstance(key, Hashable) for key in params):
+        if not isinstance(params, (list, tuple)) or not all(map(_hashable, params)):
             raise StateError(
                 explain(f"state_dict['param_groups'][{i}]", group, "a group is a dict with a list 'params' of numbers",
                         "Pass what state_dict() gave")
@@ -206,20 +230,30 @@ def _parts(state_dict: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]
     return list(groups), state
 
 
+def _hashable(key: Any) -> bool:
+    try:
+        hash(key)
+    except TypeError:  # also of a tuple with a list in it, which passes for Hashable
+        return False
+    return True
+
+
 def _settings(optimizer: OffloadAdam, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """A group's settings after loading: the saved ones, and ours where none were saved."""
-    if saved.get("amsgrad"):
-        raise StateError(explain("amsgrad", True, "the saved state is AMSGrad's", "Load a state without amsgrad"))
+    amsgrad = saved.get("amsgrad")
+    if amsgrad is not None and amsgrad is not False:
+        cause = "the saved state is AMSGrad's" if amsgrad is True else "not a bool"
+        raise StateError(explain("amsgrad", amsgrad, cause, "Load a state without amsgrad"))
     ours = group["decoupled_weight_decay"]
     theirs = saved.get("decoupled_weight_decay", ours)
-    if theirs != ours:
+    if not isinstance(theirs, bool) or theirs != ours:
         raise StateError(
             explain("decoupled_weight_decay", theirs, f"the saved state's decay is of another kind than here ({ours})",
-                    f"Make the optimizer with decoupled_weight_decay={theirs}")
+                    f"Make the optimizer with decoupled_weight_decay={shown(theirs)}")
         )  # fmt: skip
     # In the group's own order: then a resumed run saves the very bytes of one that never stopped.
     kept = {name: value for name, value in group.items() if name in optimizer.defaults or name == "param_names"}
-    new = {**kept, **deepcopy({name: value for name, value in saved.items() if name != "params"})}
+    new = {**kept, **_copied(saved)}
     try:
         check_group(new)
     except OffloadError as error:
@@ -227,9 +261,18 @@ def _settings(optimizer: OffloadAdam, group: Mapping[str, Any], saved: Mapping[s
     return new
 
 
+def _copied(saved: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {name: value for name, value in saved.items() if name != "params"}
+    try:
+        return deepcopy(settings)
+    except Exception as error:  # whatever the __deepcopy__ of a value raises
+        cause = f"a value in it cannot be copied ({type(error).__name__}: {error})"
+        raise StateError(explain("state_dict['param_groups']", settings, cause, "Take it out of the group")) from error
+
+
 def _entry(p: Tensor, key: Any, entry: Any) -> dict[str, Any]:
     """One parameter's state, checked."""
-    where = f"state_dict['state'][{key!r}]"
+    where = f"state_dict['state'][{shown(key)}]"
     if not isinstance(entry, Mapping):
         raise StateError(explain(where, entry, "not a dict", "Pass what state_dict() gave"))
     if "max_exp_avg_sq" in entry:
@@ -243,7 +286,7 @@ def _entry(p: Tensor, key: Any, entry: Any) -> dict[str, Any]:
 
 def _tensor(where: str, value: Any, p: Tensor) -> Tensor:
     whole = isinstance(value, Tensor) and value.layout == torch.strided and not hasattr(value, "device_mesh")
-    if not whole or not value.is_floating_point() or value.is_meta:
+    if not whole or value.dtype not in _FLOATS or value.is_meta:
         what = f"{value.dtype} {value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
         raise StateError(explain(where, what, "not a plain tensor of floats", _REMEDY))
     if value.shape != p.shape:
@@ -254,7 +297,8 @@ def _tensor(where: str, value: Any, p: Tensor) -> Tensor:
 
 def _step(where: str, value: Any) -> float:
     """A count of steps: an int, or a tensor as torch has it since 1.12."""
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta and not value.is_complex():
+    plain = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+    if plain and value.numel() == 1 and not value.is_complex():
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**53 or value != int(value):
         raise StateError(explain(where, value, "not a count of steps", _REMEDY))

@@ -8,27 +8,103 @@ import enum
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from hf_offload.errors import RecipeError, explain, nearest
+from hf_offload.errors import RecipeError, explain, nearest, shown
 
 T = TypeVar("T")
 
+MOST_BYTES = 1 << 18
+"""Of a document; the recipes that ship have 2,000."""
+MOST_NODES = 20_000
+"""Values in a document, those that an alias or a merge repeats counted again: nine lines of `[*a, *a, ...]` can stand
+for a billion."""
+DEEPEST = 40
+"""Brackets within brackets."""
+LONGEST_NUMBER = 60
+"""Characters of a whole number: longer ones take time that grows as their square, and no float can hold them."""
+
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader keeps the last of two equal keys and says nothing; this one refuses them."""
+    """PyYAML's safe loader keeps the last of two equal keys and says nothing; this one refuses them. And it refuses
+    what a few bytes can blow up."""
+
+    def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:
+        if self.flow_level >= DEEPEST:  # PyYAML takes a minute for a thousand open brackets
+            raise yaml.scanner.ScannerError(None, None, "nested too deeply", self.get_mark())
+        super().fetch_flow_collection_start(TokenClass)
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _check_size(node, {})
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         # Keys that come in through a merge (<<) may be overridden, so only the keys written here are compared.
         seen: set[str] = set()
         for key, _ in node.value:
-            name = str(getattr(key, "value", ""))
-            if name in seen and key.tag != "tag:yaml.org,2002:merge":
-                raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} is given twice", key.start_mark)
-            seen.add(name)
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # a list or a mapping: refused below
+            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise _refused(f"the key {shown(key.value)} is given twice", key)
+            seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > LONGEST_NUMBER:
+            raise _refused(f"a whole number of {len(node.value)} characters", node)
+        return super().construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
+
+def _refused(cause: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, cause, node.start_mark)
+
+
+def _check_size(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
+    """How many values `node` stands for; 0 in `sizes` marks those that are being counted.
+
+    Raises:
+        ConstructorError: too many, or a node that holds itself.
+    """
+    if node in sizes:
+        if not sizes[node]:
+            raise _refused("this value holds itself", node)
+        return sizes[node]
+    sizes[node], size = 0, 1
+    if isinstance(node, yaml.CollectionNode):
+        for item in node.value:
+            size += sum(_check_size(part, sizes) for part in (item if isinstance(item, tuple) else (item,)))
+    if size > MOST_NODES:
+        raise _refused(f"stands for more than {MOST_NODES:,} values", node)
+    sizes[node] = size
+    return size
+
+
+def read_text(path: Path) -> str:
+    """The text of a recipe's file.
+
+    Raises:
+        RecipeError: it cannot be read, is longer than a recipe can be, or is not UTF-8.
+    """
+    try:
+        with open(path, "rb") as file:
+            held = file.read(MOST_BYTES + 1)
+        if len(held) > MOST_BYTES:
+            cause = f"longer than the {MOST_BYTES:,} bytes that a recipe can have"
+            raise RecipeError(explain("recipe", str(path), cause, "Give a recipe, not its data"))
+        return held.decode("utf-8")
+    except OSError as error:
+        cause = f"cannot be read: {error.strerror or error}"
+        raise RecipeError(explain("recipe", str(path), cause, "Give a file that you may read")) from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(explain("recipe", str(path), f"not UTF-8 text ({error})", "Save it as UTF-8")) from None
 
 
 def parse(text: str, source: str) -> Any:
@@ -40,6 +116,8 @@ def parse(text: str, source: str) -> Any:
     Raises:
         RecipeError: it does not parse; the message begins with `source:line:column`.
     """
+    if len(text) > MOST_BYTES:
+        raise RecipeError(f"{source}: has {len(text):,} characters; a recipe has {MOST_BYTES:,} at most. Shorten it.")
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -47,9 +125,14 @@ def parse(text: str, source: str) -> Any:
         where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
         cause = error.problem or error.context or "not valid YAML"
         raise RecipeError(f"{where}: does not parse as YAML: {cause}. Correct this line.") from None
+    except RecursionError:
+        raise RecipeError(f"{source}: does not parse as YAML: nested too deeply. Write it flatter.") from None
     except (yaml.YAMLError, ValueError) as error:
         cause = str(error).strip().replace("\n", " ")
         raise RecipeError(f"{source}: does not parse as YAML: {cause}. Correct the file.") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError):  # PyYAML's own, on `!!int ""`, `!!bool maybe` ...
+        cause = "a value that is not of the type its tag (`!!...`) names"
+        raise RecipeError(f"{source}: does not parse as YAML: {cause}. Take the tag out.") from None
 
 
 def build(cls: type[T], given: Any, where: str) -> T:
@@ -106,8 +189,8 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
     elif isinstance(value, int):
         if int in options:
             return value
-        if float in options:
-            return float(value)
+        if float in options and (number := _number(value)) is not None:
+            return number
     elif isinstance(value, float):
         if float in options:
             return value
@@ -145,10 +228,10 @@ def _is_enum(option: Any) -> bool:
     return isinstance(option, type) and issubclass(option, enum.Enum)
 
 
-def _number(text: str) -> float | None:
+def _number(given: str | int) -> float | None:
     try:
-        return float(text)
-    except ValueError:
+        return float(given)
+    except (ValueError, OverflowError):
         return None
 
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,9 @@ MAX_SPANS = 250_000
 """Spans a timeline keeps, about 40 MB of memory and as much of file; some 2,000 steps of a model of 24 blocks."""
 
 _PRODUCER = "hf_offload timeline"
+MOST_SECONDS = 1e10
+MOST_BYTES = 1 << 29
+"""Of a file that is read; `MAX_SPANS` take a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class Timeline:
         """
         spans = list(self._spans)  # other threads may go on recording
         try:
+            _forget(self._part)
             with open(self._part, "w", encoding="utf-8") as file:
                 file.writelines(_lines(spans, self._note(len(spans))))
             os.replace(self._part, self._target)
@@ -146,7 +151,7 @@ def load_spans(path: str | os.PathLike[str]) -> list[Span]:
     events = _events(Path(path))
     try:
         spans = [_span(event) for event in events if event["ph"] == "X"]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise ConfigError(_not_ours(path, "an event in it is not one that hf_offload writes")) from None
     if not spans:
         cause = "no span was recorded: no step was taken while it was on"
@@ -167,6 +172,10 @@ def _probe(path: str) -> str:
         raise ConfigError(explain("timeline", path, f"there is no folder {str(target.parent)!r}", remedy))
     if target.is_dir():
         raise ConfigError(explain("timeline", path, "it is a folder, not a file", remedy))
+    if not _replaceable(target):
+        cause = "there is a file of this name that hf_offload did not write"
+        raise ConfigError(explain("timeline", path, cause, "Give another name, or take that file away"))
+    _forget(part)  # a link there would be followed
     try:
         with open(part, "w", encoding="utf-8"):
             pass
@@ -177,8 +186,20 @@ def _probe(path: str) -> str:
     return part
 
 
+def _replaceable(path: Path) -> bool:
+    """Whether nothing is lost with what is there: a recipe of somebody else's may name any file."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return False  # a pipe, a device
+        with open(path, "rb") as file:
+            head = file.read(200)
+    except (OSError, ValueError):  # not there; what else is wrong shows at the trial
+        return True
+    return not head or _PRODUCER.encode() in head
+
+
 def _forget(path: str) -> None:
-    with contextlib.suppress(OSError):  # it was never there, or the disk is gone
+    with contextlib.suppress(OSError, ValueError):  # it was never there, or the disk is gone
         os.unlink(path)
 
 
@@ -220,11 +241,15 @@ def _metadata(pid: int) -> Iterator[dict[str, Any]]:
 
 def _events(path: Path) -> list[dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        found = os.stat(path)
+        odd = not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES
+        text = "" if odd else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         cause = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         remedy = "Give the file that offload.timeline=FILE wrote"
         raise ConfigError(explain("FILE", str(path), cause, remedy)) from None
+    if odd:  # a pipe may never end
+        raise ConfigError(_not_ours(path, f"cannot be read: not a plain file of at most {MOST_BYTES:,} bytes"))
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -243,7 +268,10 @@ def _span(event: dict[str, Any]) -> Span:
     if event["cat"] not in PHASES:
         raise ValueError
     start, step = float(event["ts"]) / 1e6, int(event["args"]["step"])
-    return Span(event["cat"], str(event["name"]), start, start + float(event["dur"]) / 1e6, step)
+    end = start + float(event["dur"]) / 1e6
+    if not (0 <= start <= end < MOST_SECONDS and 0 <= step < 2**53):
+        raise ValueError
+    return Span(event["cat"], str(event["name"]), start, end, step)
 
 
 def _not_ours(path: str | os.PathLike[str], cause: str) -> str:

@@ -99,16 +99,17 @@ def choose(spans: Sequence[Span], steps: str | None) -> Window:
         chosen = steady[begin : begin + SHOWN_STEPS]
         return _window(spans, chosen[0], chosen[-1])
     first, last = _parse(steps)
-    if not any(first <= step <= last for step in there):
+    inside = [step for step in there if first <= step <= last]
+    if not inside:
         cause = f"the file holds steps {there[0]} to {there[-1]}"
         raise ConfigError(explain("--steps", steps, cause, "Give steps from among these, as A:B"))
-    return _window(spans, max(first, there[0]), min(last, there[-1]))
+    return _window(spans, inside[0], inside[-1])
 
 
 def _parse(steps: str) -> tuple[int, int]:
     parts = steps.split(":")
     remedy = "Give the first and the last step, as 10:12, or one step, as 10"
-    if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
+    if len(parts) > 2 or not all(part.strip().isdecimal() and len(part) < 20 for part in parts):
         raise ConfigError(explain("--steps", steps, "not two numbers", remedy))
     first, last = int(parts[0]), int(parts[-1])
     if first > last:

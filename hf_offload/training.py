@@ -112,6 +112,11 @@ def _train(
         if optimizer is not None:
             optimizer.close()
     if figures.last is None:
+        skipped = optimizer.stats().skipped_steps if optimizer is not None else 0
+        if skipped:
+            cause = f"no step was taken: {skipped} were skipped, since gradients were not finite"
+            remedy = "Look at the data and the model's weights for NaN, or lower training.learning_rate"
+            raise RecipeError(explain("training", f"{skipped} steps", cause, remedy))
         cause = "no step was left to take"
         raise RecipeError(explain("training.max_steps", args.max_steps, cause, "Give more steps or another output_dir"))
     summary = {**figures.summary(), "versions": environment.versions(), "hardware": environment.hardware()}
@@ -126,8 +131,8 @@ def _output_dir(args: TrainingArguments) -> Path:
     folder = Path(args.output_dir or ".")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        cause = f"cannot be made: {error.strerror or error}"
+    except (OSError, ValueError) as error:
+        cause = f"cannot be made: {getattr(error, 'strerror', None) or error}"
         raise RecipeError(explain("output_dir", str(folder), cause, "Give a folder you may write to")) from None
     if not os.access(folder, os.W_OK):
         raise RecipeError(explain("output_dir", str(folder), "not writable", "Give a folder you may write to"))
@@ -146,7 +151,7 @@ def _resume(args: TrainingArguments) -> str | bool | None:
             remedy = "Give the output_dir of a run that saved one"
             raise RecipeError(explain("training.resume_from_checkpoint", given, cause, remedy))
         return True
-    if not Path(given).is_dir():
+    if not os.path.isdir(given):
         cause, remedy = "no such folder", "Give a checkpoint folder, or true for the last one in output_dir"
         raise RecipeError(explain("training.resume_from_checkpoint", given, cause, remedy))
     return given
@@ -170,5 +175,6 @@ def _write(path: Path, summary: dict[str, Any]) -> None:
     beside = path.with_suffix(".json.part")
     # A list of numbers on one line: a loss for each step would else take a line each.
     text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(summary, indent=2))
+    beside.unlink(missing_ok=True)  # a link there would be followed
     beside.write_text(text + "\n", encoding="utf-8")
     beside.replace(path)

@@ -1,45 +1,15 @@
-"""Host memory: what is read from made-up /proc and /sys trees, and the refusal of plans that do not fit."""
+"""Host memory: what is read from made-up /proc and /sys trees."""
 
 from __future__ import annotations
 
 import os
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
 from hf_offload import hostmem
-from hf_offload.errors import HostMemoryError
-
-KIB, GB = 1024, 10**9
-MEMINFO = "MemTotal:       64000000 kB\nMemFree:         1000000 kB\nMemAvailable:   50000000 kB\n"
-
-
-def tree(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-def v2(group: str, limit: str | int, used: int, cache: int = 0) -> dict[str, str]:
-    folder = f"sys/fs/cgroup/{group}".rstrip("/")
-    return {
-        f"{folder}/memory.max": f"{limit}\n",
-        f"{folder}/memory.current": f"{used}\n",
-        f"{folder}/memory.stat": f"anon 1\nfile 99999999\ninactive_file {cache}\nactive_file 7\n",
-    }
-
-
-def v1(group: str, limit: int, used: int, cache: int = 0) -> dict[str, str]:
-    folder = f"sys/fs/cgroup/memory/{group}".rstrip("/")
-    return {
-        f"{folder}/memory.limit_in_bytes": f"{limit}\n",
-        f"{folder}/memory.usage_in_bytes": f"{used}\n",
-        f"{folder}/memory.stat": f"cache 5\ninactive_file 3\ntotal_inactive_file {cache}\n",
-    }
+from support.hosttree import GB, KIB, MEMINFO, own_limits, tree, v1, v2
 
 
 def test_machine_alone(tmp_path):
@@ -112,7 +82,6 @@ def test_unreadable_files_are_no_information(tmp_path, broken):
     root = tree(tmp_path, {"proc/meminfo": broken, "proc/self/cgroup": broken, **v2("", "rubbish", 0)})
     memory = hostmem.available_host_bytes(root)
     assert not memory.known and memory.source == "unknown"
-    hostmem.check_host_budget({"master": 10**18}, None, root)  # nothing known, nothing refused
 
 
 def test_without_proc_sysconf_then_psutil(monkeypatch):
@@ -137,29 +106,55 @@ def test_this_machine():
     assert memory.known and 0 < memory.available <= memory.total
 
 
-def test_budget_that_fits_passes(tmp_path):
-    root = tree(tmp_path, {"proc/meminfo": MEMINFO})
-    left = 50_000_000 * KIB
-    hostmem.check_host_budget({"master": left - 1, "pinned ring": 1}, left, root)
-    hostmem.check_host_budget({}, 1, root)
-    with pytest.raises(HostMemoryError):
-        hostmem.check_host_budget({"master": left, "pinned ring": 1}, None, root)
+@pytest.mark.parametrize(
+    ("mode", "available", "source"),
+    [(2, 6_000_000, "/proc/meminfo CommitLimit, with vm.overcommit_memory=2"), (0, 50_000_000, "/proc/meminfo MemAv"),
+     (1, 50_000_000, "/proc/meminfo MemAv")],
+)  # fmt: skip
+def test_where_the_kernel_promises_no_more_than_it_has_its_promises_are_what_bounds(tmp_path, mode, available, source):
+    promises = "CommitLimit:    10000000 kB\nCommitted_AS:    4000000 kB\n"
+    root = tree(tmp_path, {"proc/meminfo": MEMINFO + promises, "proc/sys/vm/overcommit_memory": f"{mode}\n"})
+    memory = hostmem.available_host_bytes(root)
+    assert memory.available == available * KIB and memory.source.startswith(source)
+    assert memory.total == (10_000_000 if mode == 2 else 64_000_000) * KIB
 
 
-def test_refusal_tells_every_line_sum_left_source_remedy(tmp_path):
-    files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/job\n", **v2("job", 8 * GB, 5 * GB)}
-    need = {"master": 28 * GB, "exp_avg": 28 * GB, "exp_avg_sq": 28 * GB, "pinned ring": 268_435_456}
-    with pytest.raises(HostMemoryError) as caught:
-        hostmem.check_host_budget(need, None, tree(tmp_path, files))
-    text = str(caught.value)
-    for name, count in need.items():
-        assert any(name in line and f"{count / 1e9:.2f} GB ({count} bytes)" in line for line in text.splitlines())
-    assert "84.27 GB (84268435456 bytes)" in text
-    assert "3.00 GB (3000000000 bytes) are left" in text
-    assert "cgroup memory.max of /job" in text
-    assert "memory limit of the container" in text and "LoRA" in text
+@pytest.mark.parametrize(("limit", "flag"), [("memory", "-v"), ("data", "-d")])
+def test_this_process_own_ulimits_less_what_it_has_mapped(tmp_path, limit, flag):
+    files = {"proc/meminfo": MEMINFO, **own_limits(**{limit: 9 * 2**30}, mapped=2 * 2**30)}
+    memory = hostmem.available_host_bytes(tree(tmp_path, files))
+    assert (memory.available, memory.total, memory.source) == (7 * 2**30, 9 * 2**30, f"ulimit {flag}")
+    assert not memory.shared, "the other ranks have their own"
 
 
-def test_refusal_by_the_users_cap_names_the_setting():
-    with pytest.raises(HostMemoryError, match=r"max_host_bytes=1000: .*Raise max_host_bytes to at least 1001"):
-        hostmem.check_host_budget({"master": 1000, "exp_avg": 1}, 1000)
+def test_without_ulimits_none_bounds(tmp_path):
+    root = tree(tmp_path, {"proc/meminfo": MEMINFO, **own_limits(mapped=10**15)})
+    assert [m.source for m in hostmem.host_limits(root)] == ["/proc/meminfo MemAvailable"]
+
+
+@pytest.mark.parametrize(("locked", "found"), [(8_388_608, 8_388_608), ("unlimited", None)])
+def test_memory_that_may_be_locked(tmp_path, locked, found):
+    assert hostmem.lockable_bytes(tree(tmp_path, own_limits(locked=locked))) == found
+
+
+def test_all_limits_come_tightest_first(tmp_path):
+    files = {
+        "proc/meminfo": MEMINFO,
+        "proc/self/cgroup": "0::/a/b\n",
+        **v2("a/b", 9 * GB, 1 * GB),
+        **v2("a", 8 * GB, 2 * GB),
+    }
+    files |= own_limits(memory=7 * GB)
+    sources = [m.source for m in hostmem.host_limits(tree(tmp_path, files))]
+    assert sources == [
+        "cgroup memory.max of /a", "ulimit -v", "cgroup memory.max of /a/b", "/proc/meminfo MemAvailable"
+    ]  # fmt: skip
+
+
+def test_what_the_kernel_says_of_this_process_is_read():
+    resource = pytest.importorskip("resource")
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if not os.path.exists("/proc/self/limits"):
+        pytest.skip("needs /proc")
+    assert hostmem.lockable_bytes() == (None if soft == resource.RLIM_INFINITY else soft)
+    assert 0 < hostmem.own_bytes() < hostmem.available_host_bytes().total

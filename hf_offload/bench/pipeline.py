@@ -36,9 +36,9 @@ from hf_offload.config import OffloadConfig
 from hf_offload.engine.speculation import Confidence
 from hf_offload.engine.stats import Stats
 from hf_offload.errors import ConfigError, explain, nearest
-from hf_offload.hostmem import check_host_budget
 from hf_offload.kernels.cpu import max_threads
 from hf_offload.optimizer import OffloadAdam
+from hf_offload.preflight import check_host_budget
 
 NONE = "none"
 NEVER, ALWAYS = 2.0, 0.5

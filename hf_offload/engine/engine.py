@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.arena import Arena
+from hf_offload.engine.census import Census
 from hf_offload.engine.delay import Delay, works_of
 from hf_offload.engine.figures import figures
 from hf_offload.engine.gates import Gates
@@ -38,6 +39,7 @@ from hf_offload.engine.roll import Roll
 from hf_offload.engine.scaling import Factor
 from hf_offload.engine.schedules import Stages, make_schedule
 from hf_offload.engine.seeding import reseed_masters, seeded_masters
+from hf_offload.engine.skips import Skips, not_finite
 from hf_offload.engine.speculation import Speculation
 from hf_offload.engine.stats import Meter, Stats
 from hf_offload.engine.streaming import GradientStream
@@ -47,6 +49,7 @@ from hf_offload.engine.units import find_units
 from hf_offload.engine.watch import Left, WeightWatch
 from hf_offload.engine.work import ArenaWork, BucketWork, StepWork, bucket_works
 from hf_offload.errors import StateError
+from hf_offload.preflight import allocating
 from hf_offload.timeline import NoTimeline, Timeline, open_timeline
 
 logger = logging.getLogger(__name__)
@@ -98,7 +101,8 @@ class Engine:
         self._last_of_unit: dict[int, int] = {}
         self._waited_to: dict[int, int] = {}  # by device stream
         self._may_be_kept: list[ArenaWork] = []  # whose gradients nobody may have dropped yet
-        self._skipped = 0
+        self.skips = Skips()
+        self._census: Census | None = None
         self._peak_gradient_bytes = 0
         self._closed = False
 
@@ -139,7 +143,7 @@ class Engine:
         """
         self._check_open()
         root = module_of(model)
-        hooked = self._model() if self._model is not None else None
+        hooked = self._attached
         known = self.gates.unit_of if self.gates is not None else {}
         if any(m is hooked for m in root.modules()) and all(id(p) in known for p in root.parameters()):
             return  # the same model again, or a mere wrapper around it: its hooks fire all the same
@@ -149,6 +153,7 @@ class Engine:
             self.gates.remove()
         self._model = weakref.ref(root)
         self.gates = Gates(root, find_units(root), self)
+        self._census = Census(root, self._parameters())
         for arena in self.arenas:
             arena.set_units([self._unit_of(p) for p in arena.params])
 
@@ -164,7 +169,8 @@ class Engine:
         """Allocate state for those of `params` that have none yet; masters are seeded.
 
         Raises:
-            HostMemoryError: 12 bytes a parameter more do not fit; nothing was allocated.
+            HostMemoryError: 12 bytes a parameter more do not fit, or the system refuses them; nothing is bound.
+            ConfigError: the shadow has no room for one bucket; nothing is bound.
         """
         fresh = [p for p in params if id(p) not in self._place_of]
         if not fresh:
@@ -176,14 +182,22 @@ class Engine:
         if self.config.stream_gradients and self._pipeline is None:
             self._start()
         number = len(self.arenas)
-        arena = Arena(fresh, [self._unit_of(p) for p in fresh], self.config.bucket_bytes, number)
-        if self.stream is not None:
-            self.stream.settle()  # seeding goes through the ring
-        with seeded_masters(arena, self.placement.transport, self.threads, self.config.timeout_s):
-            places = {id(p): (number, i) for i, p in enumerate(fresh)}
-            left = [*self.watch.left, Left(fresh)]
-            # one statement: an interrupt falls before or after it
-            self.arenas, self._place_of, self.watch.left = [*self.arenas, arena], {**self._place_of, **places}, left
+        try:
+            with allocating(self.placement.budget.need(fresh)):  # all of it, before anything is bound to it
+                arena = Arena(fresh, [self._unit_of(p) for p in fresh], self.config.bucket_bytes, number)
+                if self.stream is not None:
+                    self.stream.allocate(arena)
+            if self.stream is not None:
+                self.stream.settle()  # seeding goes through the ring
+            with seeded_masters(arena, self.placement.transport, self.threads, self.config.timeout_s):
+                places = {id(p): (number, i) for i, p in enumerate(fresh)}
+                left = [*self.watch.left, Left(fresh)]
+                # one statement: an interrupt falls before or after it
+                self.arenas, self._place_of, self.watch.left = [*self.arenas, arena], {**self._place_of, **places}, left
+        except BaseException:
+            if self.stream is not None:
+                self.stream.release()
+            raise
         if self.stream is not None:
             self.stream.open(self.arenas)
 
@@ -246,7 +260,7 @@ class Engine:
         self._check_open()
         awaited = max(self._waited_to.values(), default=-1)
         self._wait_step()
-        record = self.meter.begin(self._steps + 1)
+        record = self.meter.begin(self.steps + 1)
         with self.meter.waiting("step"):
             self.bind_trainable()
             self.bind(g.param for g in found.items)  # unfrozen or added later, or frozen since backward
@@ -256,6 +270,7 @@ class Engine:
             self._learn(found.items, awaited)
             work = self._take(groups, found.items, factor)
             pipeline.submit(work, record)
+            self.skips.taken()
             if pipeline.schedule.returns_at_once:
                 self._wait_units({OUTSIDE})  # no hook of ours tells when these are read
             else:
@@ -263,14 +278,38 @@ class Engine:
         self.meter.end()
 
     @property
-    def _steps(self) -> int:
+    def attempts(self) -> int:
+        """Steps taken or skipped since construction."""
+        return self.steps + self.skips.count
+
+    @property
+    def steps(self) -> int:
+        """How many steps were taken; one counts from the moment it can no longer be lost."""
         return self._pipeline.steps if self._pipeline is not None else 0
 
     def skip(self, factor: Factor) -> None:
         """A step that is not taken: no byte of state changes."""
-        self._skipped += 1
+        self.skips.add()
         if self.stream is not None:
             self.stream.step_taken(factor.inverse, clipped=True)
+
+    def not_finite(self, found: GradientSet) -> str:
+        """Names of parameters whose gradients in `found` are not finite, the first few."""
+        return not_finite([g.param for g in found.items], found.sums(), self._attached, self._groups())
+
+    @property
+    def _attached(self) -> nn.Module | None:
+        return self._model() if self._model is not None else None
+
+    def check_model(self) -> None:
+        """Before a step: does the attached model still train what the optimizer steps?
+
+        Raises:
+            StateError: it has new parameters in place of some.
+        """
+        root = self._attached
+        if self._census is not None and root is not None:
+            self._census.check(root, self._parameters, rebuilt=self.watch.alert)
 
     def _learn(self, grads: Sequence[Gradient], awaited: int) -> None:
         """What this step's forward showed of the hooks; `awaited`: the last bucket that one of them waited for.
@@ -469,6 +508,7 @@ class Engine:
             self.stream.take_back()  # after a backward that failed
         if not self._bound and not self._closed and torch.is_grad_enabled():
             self.bind_trainable()
+            self.watch.arm()  # before the first step nobody has a reason to wait before writing to weights
 
     # ---- weights changed from outside
 
@@ -477,7 +517,9 @@ class Engine:
         self._check_open()
         self.wait_all()
         self.watch.suspect_all()
-        return self._reseed(self.watch.suspects())
+        changed = self._reseed(self.watch.suspects())
+        self.watch.arm()  # whoever asked may write again
+        return changed
 
     def _reseed_suspects(self) -> None:
         changed = self._reseed(self.watch.suspects())
@@ -508,7 +550,7 @@ class Engine:
         """The figures of the last finished step."""
         return figures(
             self.placement, self.arenas, self.meter.last_finished(), self.stream, self.speculation,
-            schedule=self.schedule, steps=self._steps, skipped_steps=self._skipped,
+            schedule=self.schedule, steps=self.steps, skipped_steps=self.skips.count,
             peak_gradient_bytes=self._peak_gradient_bytes,
         )  # fmt: skip
 
@@ -554,6 +596,10 @@ class Engine:
         if self.gates is not None:
             self.gates.remove()
         self.meter.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def _check_open(self) -> None:
         if self._closed:

@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from hf_offload.engine.norm import gradient_norm, norm_of_sums
+from hf_offload.engine.norm import gradient_norm, gradient_sums, norm_of_sums
 from hf_offload.engine.roll import Roll
 from hf_offload.engine.streamed_gradient import StreamedGradient
 from hf_offload.engine.tensors import is_dense, like_layout
@@ -34,6 +34,10 @@ class GradientSet(Protocol):
 
     def norm(self) -> float:
         """sqrt(Σ g²), a Python float; inf or NaN where a gradient has one."""
+        ...
+
+    def sums(self) -> Sequence[float]:
+        """Σ g² of each gradient."""
         ...
 
     def remember(self) -> object:
@@ -65,7 +69,13 @@ class DeviceSet:
         self._threads = threads
 
     def norm(self) -> float:
-        return gradient_norm([g.value for g in self.items if g.value is not None], self._threads)
+        return gradient_norm(self._values(), self._threads)
+
+    def sums(self) -> Sequence[float]:
+        return gradient_sums(self._values(), self._threads)
+
+    def _values(self) -> list[Tensor]:
+        return [g.value for g in self.items if g.value is not None]
 
     def remember(self) -> object:
         seen = _Seen(object(), [g.param.grad._version for g in self.items])  # type: ignore[union-attr]
@@ -116,7 +126,10 @@ class StoreSet:
         self._stream = stream
 
     def norm(self) -> float:
-        return norm_of_sums(self._stream.sums(self._places))
+        return norm_of_sums(self.sums())
+
+    def sums(self) -> Sequence[float]:
+        return self._stream.sums(self._places)
 
     def remember(self) -> object:
         return self._stream.version, self.items

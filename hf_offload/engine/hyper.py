@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -82,9 +83,10 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, Tensor):
-        if value.numel() == 1 and not value.is_meta and not value.is_complex():
+    with contextlib.suppress(OverflowError):  # an int that no float can hold
+        if isinstance(value, Tensor):
+            if value.numel() == 1 and not value.is_meta and not value.is_complex():
+                return float(value.detach())
+        elif isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
             return float(value)
-    elif isinstance(value, (int, float, np.number)) and not isinstance(value, bool):
-        return float(value)
     raise ConfigError(explain(name, value, "not a number", "Give a number, or a tensor of one element"))

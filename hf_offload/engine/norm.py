@@ -28,9 +28,14 @@ _MAKING = threading.Lock()
 
 def gradient_norm(grads: Sequence[Tensor], threads: int) -> float:
     """sqrt(Σ g²) over gradients of one device, a Python float; inf or NaN where a gradient has one."""
+    return norm_of_sums(gradient_sums(grads, threads))
+
+
+def gradient_sums(grads: Sequence[Tensor], threads: int) -> list[float]:
+    """Σ g² of each of the gradients, all on one device."""
     if grads and grads[0].device.type != "cpu":
-        return norm_of_sums(device_sums(grads, kernel_of(grads[0].device)))
-    return norm_of_sums(cpu.sum_of_squares(host_array(g), WIRE[g.dtype], threads) for g in grads)
+        return device_sums(grads, kernel_of(grads[0].device))
+    return [float(cpu.sum_of_squares(host_array(g), WIRE[g.dtype], threads)) for g in grads]
 
 
 def norm_of_sums(sums: Iterable[float]) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import queue
-import threading
 import time
 import traceback
 import weakref
@@ -22,6 +21,7 @@ from hf_offload.engine.stats import StepRecord
 from hf_offload.engine.work import StepWork
 from hf_offload.errors import StateError, TransportError, WaitTimeout, explain
 from hf_offload.transport import Bell, Event
+from hf_offload.transport.threads import Worker
 
 HANDOVERS, HANDOVER_S = 3, 20e-6
 """How often, and for how many seconds, `submit` steps aside for the step's thread."""
@@ -96,7 +96,11 @@ class _Failure:
 
 
 class Pipeline:
-    """Runs steps on its own thread over `stages`, in the way of `schedule`."""
+    """Runs steps on its own thread over `stages`, in the way of `schedule`.
+
+    Raises:
+        TransportError: the system gives no thread.
+    """
 
     def __init__(self, stages: Stages, schedule: Schedule, speculation: Speculation | None = None) -> None:
         self.schedule = schedule
@@ -109,9 +113,9 @@ class Pipeline:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._pid = os.getpid()
         args = (self._jobs, stages, schedule, speculation, self._failure, self._bell)
-        self._thread = threading.Thread(target=_serve, args=args, name="hf_offload-step", daemon=True)
-        self._finalizer = weakref.finalize(self, _stop, self._jobs, self._thread, self._pid)
-        self._thread.start()  # last: an interrupt in here leaves no thread that nobody ends
+        self._thread = Worker("step", _serve, args)
+        self._finalizer = weakref.finalize(self, _stop, self._jobs, self._thread, self._pid, stages)
+        self._thread.begin()  # last: an interrupt in here leaves no thread that nobody ends
 
     def submit(self, work: StepWork, record: StepRecord) -> None:
         """Hand over a step; the one before must have ended (`wait_all`). Returns at once."""
@@ -202,9 +206,14 @@ class Pipeline:
         self._wait(lambda: bool(reached()), what)
 
     def close(self) -> None:
-        """End the thread, after the jobs it was given. An interrupted close can be called again."""
+        """End the thread, after the jobs it was given. An interrupted close can be called again.
+
+        Raises:
+            WaitTimeout: nothing moved for `timeout_s` seconds, and the thread has not ended.
+        """
         self._wake()
-        _stop(self._jobs, self._thread, self._pid)
+        if not _stop(self._jobs, self._thread, self._pid, self._stages):
+            raise self._timeout("the end of the step's thread")
         self._finalizer.detach()
 
     def _wake(self) -> None:
@@ -217,7 +226,11 @@ class Pipeline:
         self._check_process()
         self._wake()
         stages = self._stages
-        in_time = self._bell.wait(lambda: reached() or self.failed, stages.timeout_s, lambda: stages.moved)
+        in_time = self._bell.wait(
+            lambda: reached() or self.failed, stages.timeout_s, lambda: stages.moved, self._thread.lives
+        )
+        if not in_time and not self._thread.lives() and self._failure.error is None:
+            self._failure.error = TransportError("the step's thread has died")
         if self._failure.error is not None:
             raise _failed(self._failure.error) from self._failure.error
         if not in_time:
@@ -271,18 +284,27 @@ def _serve(
     bell: Bell,
 ) -> None:
     assert stages is not None
-    while (job := _next(jobs, speculation, failure)) is not None:
-        if not job.taken:
-            job.taken = True
-            error = failure.error or _attempt(lambda job=job: job.run(stages, schedule))  # type: ignore[misc]
-            if error is not None:
-                traceback.clear_frames(error.__traceback__)  # their locals hold the gradients
-                failure.error = error
-            job.end()
-            bell.ring()
-            del error
-        del job
+    try:
+        while (job := _next(jobs, speculation, failure)) is not None:
+            if not job.taken:
+                job.taken = True
+                error = failure.error or _attempt(lambda job=job: job.run(stages, schedule))  # type: ignore[misc]
+                _note(error, failure)
+                _note(_attempt(job.end), failure)
+                del error
+                bell.ring()
+            del job
+    except BaseException as error:  # this thread ends: whoever waits is told now, and not after `timeout_s`
+        _note(error, failure)
+        bell.ring()
     stages = None  # a traceback may keep this frame: the transport must not stay with it
+
+
+def _note(error: BaseException | None, failure: _Failure) -> None:
+    """The first error is the one that is told of."""
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)  # their locals hold the gradients
+        failure.error = failure.error or error
 
 
 def _next(jobs: queue.SimpleQueue[Job | None], speculation: Speculation | None, failure: _Failure) -> Job | None:
@@ -314,9 +336,9 @@ def _attempt(function: Callable[[], None]) -> BaseException | None:
     return None
 
 
-def _stop(jobs: queue.SimpleQueue[Job | None], thread: threading.Thread, pid: int) -> None:
-    if os.getpid() == pid:
-        jobs.put(None)
-        # the collector may run on one of our threads
-        if thread.is_alive() and not threading.current_thread().name.startswith("hf_offload-"):
-            thread.join()
+def _stop(jobs: queue.SimpleQueue[Job | None], thread: Worker, pid: int, stages: Stages) -> bool:
+    """Tell the thread to end, and wait for it as long as anything moves. Returns whether it has ended."""
+    if os.getpid() != pid:
+        return True
+    jobs.put(None)
+    return thread.end(stages.timeout_s, lambda: stages.moved)

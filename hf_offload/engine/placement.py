@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from hf_offload.config import OffloadConfig
-from hf_offload.engine.masters import waiting_bytes
+from hf_offload.engine.budget import Budget
 from hf_offload.engine.tensors import check_apart, check_parameter
-from hf_offload.errors import HostMemoryError, UnsupportedError, explain
-from hf_offload.hostmem import check_host_budget
+from hf_offload.errors import UnsupportedError, explain
+from hf_offload.preflight import allocating
 from hf_offload.transport import Transport, make_transport
 from hf_offload.transport.select import DeviceFacts, transport_kind
 
@@ -26,24 +26,17 @@ class Placement:
 
     def __init__(self, config: OffloadConfig, params: Sequence[Tensor]) -> None:
         self._config = config
+        self.budget = Budget(config)
         self.device = self._device_of(params)
         trainable = [p for p in params if p.requires_grad]
         check_apart(trainable)
-        self._budget(trainable, {"pinned ring": self.ring_bytes}, 0, config.shadow_bytes)
+        self.budget.check_construction(trainable)
         self._transport: Transport | None = self._make(self.device)
 
     @property
     def kind(self) -> str:
         """Type of the device: "cpu", "cuda"."""
         return self.device.partition(":")[0]
-
-    @property
-    def ring_bytes(self) -> int:
-        return 2 * self._config.ring_slots * self._slot_bytes
-
-    @property
-    def _slot_bytes(self) -> int:
-        return max(self._config.bucket_bytes, 4)  # one fp32 element at least
 
     @property
     def transport(self) -> Transport:
@@ -69,7 +62,7 @@ class Placement:
                 explain("device", device, f"other parameters of this optimizer are on {self.device}",
                         "Keep all trainable parameters on one device")
             )  # fmt: skip
-        self._budget(fresh, {}, taken + self.ring_bytes, 0 if taken else self._config.shadow_bytes)
+        self.budget.check_binding(fresh, taken)
         if device != self.device:
             moved = self._make(device)
             self.close()
@@ -82,9 +75,11 @@ class Placement:
 
     def _make(self, device: str) -> Transport:
         where = torch.device(device)
-        return make_transport(
-            self._config, _facts(device), self._slot_bytes, lambda: torch.cuda.current_stream(where).cuda_stream
-        )
+        with allocating(self.budget.fixed):
+            return make_transport(
+                self._config, _facts(device), self.budget.slot_bytes,
+                lambda: torch.cuda.current_stream(where).cuda_stream,
+            )  # fmt: skip
 
     def _device_of(self, params: Sequence[Tensor]) -> str:
         for i, p in enumerate(params):
@@ -98,33 +93,6 @@ class Placement:
         device = devices[0] if devices else "cpu"
         transport_kind(self._config, _facts(device))
         return device
-
-    def _budget(self, params: Sequence[Tensor], more: dict[str, int], taken: int, shadow: int) -> None:
-        """Compare what is about to be allocated with what the machine has, and all that is ours with the cap."""
-        state = 4 * sum(p.numel() for p in params)
-        need = {"master": state, "exp_avg": state, "exp_avg_sq": state, **more}
-        if self._config.stream_gradients:
-            need["gradient store"] = store_bytes(params, self._config.accumulate_dtype)
-        self._check(need, taken, params)
-        if shadow:
-            try:
-                self._check({**need, "shadow": shadow}, taken, params)
-            except HostMemoryError as error:
-                cause = "everything else fits, but not with this much shadow"
-                remedy = "Lower shadow_bytes (14 bytes cover one parameter), or set it to 0"
-                raise HostMemoryError(explain("shadow_bytes", shadow, cause, remedy) + f"\n{error}") from None
-
-    def _check(self, need: dict[str, int], taken: int, params: Sequence[Tensor]) -> None:
-        cap = self._config.max_host_bytes
-        if cap is not None and sum(need.values()) + taken > cap:
-            check_host_budget({"taken already": taken, **need} if taken else need, cap)
-        # Values that wait to become masters are freed one by one while the masters' memory is filled.
-        check_host_budget({**need, "master": need["master"] - waiting_bytes(params)}, None)
-
-
-def store_bytes(params: Sequence[Tensor], accumulate_dtype: str) -> int:
-    """Host memory of the streamed gradients of `params`: as on the wire, or 4 bytes each where added up in fp32."""
-    return sum(p.numel() * (p.element_size() if accumulate_dtype == "wire" else 4) for p in params)
 
 
 def _facts(device: str) -> DeviceFacts:

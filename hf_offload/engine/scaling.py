@@ -46,6 +46,12 @@ class PendingScale:
         self._bound = math.inf
         self.norm: float | None = None
 
+    def drop(self) -> float:
+        """Nothing is pending any more. Returns the inverse of the loss scale that was."""
+        inverse = self._inverse
+        self.clear()
+        return inverse
+
     @property
     def _changes_the_step(self) -> bool:
         return self._bound != math.inf or self._inverse != 1.0
@@ -90,8 +96,8 @@ class PendingScale:
         self._bound = min(self._bound, max_norm)
         return norm
 
-    def take(self, grads: GradientSet, skip_nonfinite: str) -> Factor:
-        """The factor of the step that is taken now; nothing is pending afterwards.
+    def factor(self, grads: GradientSet, skip_nonfinite: str) -> Factor:
+        """The factor of the step that is to be taken. It stays pending until `clear`, when the step has been taken.
 
         Raises:
             StateError: the gradients are not those that were clipped or unscaled.
@@ -104,7 +110,6 @@ class PendingScale:
         if self._memory is None and skip_nonfinite == "always":
             self.measure(grads)
         norm, inverse, bound = self.norm, self._inverse, self._bound
-        self.clear()
         if norm is None:
             return Factor(inverse, 1.0, skip=False)
         skip = skip_nonfinite != "never" and not math.isfinite(norm)

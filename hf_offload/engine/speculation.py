@@ -68,6 +68,7 @@ class Slot:
         self.state: State = memory[0], memory[1], memory[2]
         self.weights = np.empty(numel * itemsize, np.uint8)
         self.weights.fill(0)
+        self.nbytes = memory.nbytes + self.weights.nbytes
 
     @staticmethod
     def bytes_for(numel: int, itemsize: int) -> int:
@@ -142,19 +143,25 @@ class Speculation:
         Raises:
             ConfigError: the shadow has no room for one bucket.
         """
-        if any(number == arena.number for number, _ in self._slots):
-            return  # an interrupt fell right after
+        self.release(arena.number)  # an interrupt may have fallen right after
+        slots, nbytes = dict(self._slots), self.nbytes
         for k, bucket in enumerate(arena.plan.buckets):
             need = Slot.bytes_for(bucket.numel, bucket.itemsize)
-            if self.nbytes + need > self._shadow_bytes:
+            if nbytes + need > self._shadow_bytes:
                 break
-            self._slots[arena.number, k] = Slot(bucket.numel, bucket.itemsize)
-            self.nbytes += need
-        if not self._slots and arena.plan.buckets:
+            slots[arena.number, k] = Slot(bucket.numel, bucket.itemsize)
+            nbytes += need
+        if not slots and arena.plan.buckets:
             raise ConfigError(
                 explain("shadow_bytes", self._shadow_bytes, f"the first bucket of this model takes {need} bytes of it",
                         f"Give at least {need}, lower bucket_bytes, or set shadow_bytes=0")
             )  # fmt: skip
+        self._slots, self.nbytes = slots, nbytes
+
+    def release(self, number: int) -> None:
+        """Free the slots of an arena that came to nothing."""
+        slots = {of: slot for of, slot in self._slots.items() if of[0] != number}
+        self._slots, self.nbytes = slots, sum(slot.nbytes for slot in slots.values())
 
     def offer(self, store: GradientStore, bucket: int, basis: Basis, record: StepRecord) -> None:
         """The gradients of a bucket are complete, as far as one can tell."""

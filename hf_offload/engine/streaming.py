@@ -50,6 +50,7 @@ class GradientStream:
     ) -> None:  # fmt: skip
         self.ranges = ranges
         self.stores: list[GradientStore] = []
+        self._next: GradientStore | None = None
         self.shared = Shared(speculation)
         self.meter = meter
         self.version = 0
@@ -77,18 +78,33 @@ class GradientStream:
     # ---- setting up
 
     def open(self, arenas: Sequence[Arena]) -> None:
-        """Take the gradients of the parameters of `arenas`, of those that are new, from now on.
-
-        Raises:
-            ConfigError: the shadow has no room for one bucket.
-        """
+        """Take the gradients of the parameters of `arenas`, of those that are new, from now on. What is not allocated
+        yet is now: raises as `allocate`."""
         for arena in arenas[len(self.stores) :]:
             self._open(arena)
 
+    def allocate(self, arena: Arena) -> GradientStore:
+        """The memory that streaming the gradients of `arena` takes; once, whoever asks.
+
+        Raises:
+            ConfigError: the shadow has no room for one bucket.
+            MemoryError: the system refuses.
+        """
+        if self._next is None or self._next.arena is not arena:
+            store = GradientStore(arena, self._accumulate_dtype, self._threads)
+            if self.shared.speculation is not None:
+                self.shared.speculation.reserve(arena)
+            self._next = store
+        return self._next
+
+    def release(self) -> None:
+        """Free what was allocated for an arena that came to nothing."""
+        unused, self._next = self._next, None
+        if unused is not None and self.shared.speculation is not None:
+            self.shared.speculation.release(unused.arena.number)
+
     def _open(self, arena: Arena) -> None:
-        if self.shared.speculation is not None:
-            self.shared.speculation.reserve(arena)
-        store = GradientStore(arena, self._accumulate_dtype, self._threads)
+        store = self.allocate(arena)
         inlets = [Inlet(arena.number, k, b) for k, b in enumerate(arena.plan.buckets)]
         taps = [Tap(p, StreamedGradient(p, self)) for p in arena.params]
         for inlet, bucket in zip(inlets, arena.plan.buckets):
@@ -99,6 +115,7 @@ class GradientStream:
         self.stores, self._inlets, self._taps, self._tap_of = (
             [*self.stores, store], [*self._inlets, inlets], [*self._taps, taps], tap_of
         )  # fmt: skip
+        self._next = None
         self.basis = None  # it knows nothing of this arena
         me = weakref.ref(self)
         for p, tap in zip(arena.params, taps):  # where an interrupt leaves one without, `flush` finds its gradients

@@ -35,6 +35,11 @@ class WeightWatch:
         if not self._checksums:
             self._checksums = {id(p): checksum(p, self._threads) for left in self.left for p in left.params}
 
+    @property
+    def alert(self) -> bool:
+        """Whether somebody outside may have reached the weights since the last step."""
+        return self._all_suspect or bool(self._checksums)
+
     def suspect_all(self) -> None:
         self._all_suspect = True
 

@@ -7,9 +7,11 @@ for ever, and the thread that wants to notify hangs (`threading.Event` is built 
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable
+
+LOOK_S = 0.5
+"""Seconds between two looks whether the thread that is to ring still lives."""
 
 
 class Bell:
@@ -24,16 +26,23 @@ class Bell:
         """Wake every thread whose wait is over; call it after what they wait for has become true.
 
         It is looked here, in the thread that rings: a wake-up for nothing costs the waiting thread ten times as much.
+        What that look raises is for the thread that waits, which looks for itself.
         """
         for box, reached in tuple(self._boxes):
-            if reached():
+            if _true_or_raises(reached):
                 box.put(None)
 
-    def wait(self, reached: Callable[[], bool], timeout_s: float, moved: Callable[[], int] = lambda: 0) -> bool:
+    def wait(
+        self, reached: Callable[[], bool], timeout_s: float, moved: Callable[[], int] = lambda: 0,
+        alive: Callable[[], bool] = lambda: True,
+    ) -> bool:  # fmt: skip
         """Block, without the GIL, until `reached()`, which must be quick and may be called by any thread.
 
+        Args:
+            alive: whether there is still a thread that may ring.
+
         Returns:
-            False if it was not reached and `moved()` did not change for `timeout_s` seconds.
+            False if it was not reached and `moved()` did not change for `timeout_s` seconds, or nobody is left to ring.
         """
         if reached():
             return True
@@ -44,8 +53,10 @@ class Bell:
             seen, since = moved(), time.monotonic()
             while not reached():
                 left = since + timeout_s - time.monotonic()
+                if not alive():
+                    return reached()
                 if left > 0:
-                    _listen(box, left)
+                    _listen(box, min(left, LOOK_S))
                 elif moved() != seen:
                     seen, since = moved(), time.monotonic()
                 else:
@@ -57,6 +68,13 @@ class Bell:
 
 def _listen(box: queue.SimpleQueue[None], seconds: float) -> None:
     try:
-        box.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+        box.get(timeout=seconds)
     except queue.Empty:
         return
+
+
+def _true_or_raises(reached: Callable[[], bool]) -> bool:
+    try:
+        return reached()
+    except Exception:
+        return True

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_offload.errors import ConfigError, TransportError, explain
+from hf_offload.errors import ConfigError, HostMemoryError, TransportError, explain
 from hf_offload.transport.base import Event, Segment
 from hf_offload.transport.cuda_device import CudaDevice, DeviceMemoryError, as_ours, until
 from hf_offload.transport.cuda_lane import CudaCopy, Lane
@@ -31,8 +31,7 @@ _STUCK: list[_Parts] = []
 class CudaTransport:
     """Asynchronous copies between device `device` and two rings of pinned slots.
 
-    Where the system refuses to pin that much, a warning is logged and there are fewer slots (`len(transport.down)`), or
-    the slots are pageable (`pinned_bytes` 0).
+    Where the system refuses to pin that much, a warning is logged and there are fewer slots (`len(transport.down)`).
 
     Args:
         slots: slots in each of the two rings.
@@ -44,6 +43,7 @@ class CudaTransport:
 
     Raises:
         ConfigError: CuPy cannot be imported.
+        HostMemoryError: the system does not pin even two slots each way.
         DeviceMemoryError: the device has no memory left.
         TransportError: the device cannot be used.
     """
@@ -138,10 +138,12 @@ def _build(device: CudaDevice, slots: int, slot_bytes: int, timeout_s: float) ->
     try:
         with device.current():
             slab = reserve(device, slots, slot_bytes)
-            packer = Packer(device, slab.pinned_bytes > 0, slot_bytes)
+            packer = Packer(device, slot_bytes)
             down = Lane(device, packer, "the copy of gradients to the host", up=False)
             up = Lane(device, packer, "the copy of weights to the device", up=True)
             return _Parts(device, (down, up), slab, timeout_s)
+    except HostMemoryError:
+        raise
     except Exception as error:
         slab = None  # at once, though this frame stays with the error
         ours = as_ours(error, "the streams of the transport")

@@ -16,6 +16,7 @@ from hf_offload.errors import TransportError, explain
 
 _NOT_READY = 600  # cudaErrorNotReady
 _NO_MEMORY = 2  # cudaErrorMemoryAllocation
+_REFUSALS = (_NO_MEMORY, 304, 801)  # and cudaErrorOperatingSystem, cudaErrorNotSupported
 _SHORTEST_S, _LONGEST_S = 30e-6, 500e-6
 
 
@@ -32,6 +33,11 @@ def as_ours(error: Exception, what: str) -> Exception:
         ours.__cause__ = error
         return ours
     return error
+
+
+def refuses_to_pin(error: Exception) -> bool:
+    """Whether `CudaDevice.pin` failed because the system would not lock that much memory, and not the device."""
+    return isinstance(error, MemoryError) or getattr(error, "status", None) in _REFUSALS
 
 
 def until(reached: Callable[[], bool], timeout_s: float) -> bool:

@@ -69,9 +69,9 @@ class Packer:
     device must be current at construction and in `move`.
     """
 
-    def __init__(self, device: CudaDevice, pinned: bool, slot_bytes: int) -> None:
+    def __init__(self, device: CudaDevice, slot_bytes: int) -> None:
         self._kernel: Any = None
-        if not pinned or slot_bytes >= 1 << 32:  # offsets are 32 bits; beyond, small segments are not what counts
+        if slot_bytes >= 1 << 32:  # offsets are 32 bits; beyond, small segments are not what counts
             return
         kernel = device.cupy.RawKernel(SOURCE, NAME)
         try:

@@ -1,14 +1,16 @@
-"""The host memory of a CUDA transport: one pinned slab, or less where the system refuses."""
+"""The host memory of a CUDA transport: one pinned slab, smaller where the system refuses."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from hf_offload.transport.cuda_device import CudaDevice
+from hf_offload.errors import HostMemoryError, explain
+from hf_offload.hostmem import available_host_bytes, lockable_bytes
+from hf_offload.preflight import any_of, as_bytes, ring_within
+from hf_offload.transport.cuda_device import CudaDevice, refuses_to_pin
 
 logger = logging.getLogger(__name__)
 _ALIGN = 64  # bytes: one cache line, and the widest vector register
@@ -20,7 +22,7 @@ class Slab:
 
     Attributes:
         down, up: uint8 arrays, one a slot.
-        pinned_bytes: bytes that are page-locked: all of them, or 0.
+        pinned_bytes: what it takes; all of it is page-locked.
     """
 
     down: tuple[np.ndarray, ...]
@@ -29,10 +31,13 @@ class Slab:
 
 
 def reserve(device: CudaDevice, slots: int, slot_bytes: int) -> Slab:
-    """The ring that was asked for; where it cannot be pinned a shorter one; else one in pageable memory.
+    """The ring that was asked for; where it cannot be pinned, a shorter one, with a warning.
 
     Exactly 2 * slots * stride bytes, in one piece: neither CuPy's nor torch's pool, which round up to powers of two.
     A slot is rounded up to whole cache lines. The device must be current.
+
+    Raises:
+        HostMemoryError: not even two slots each way can be pinned; nothing is.
     """
     stride = -(-slot_bytes // _ALIGN) * _ALIGN
     refusal: Exception | None = None
@@ -40,17 +45,18 @@ def reserve(device: CudaDevice, slots: int, slot_bytes: int) -> Slab:
         try:
             memory = np.ctypeslib.as_array(device.pin(2 * n * stride))
         except Exception as error:
+            if not refuses_to_pin(error):
+                raise
             refusal = error
             continue
         if refusal is not None:
-            _warn(refusal, slots, stride, f"Going on with {n} instead: copies and host steps overlap less.")
-        return _carve(memory, n, stride, memory.size)
-    _warn(
-        refusal, slots, stride, "Going on with pageable memory: results are the same, but copies run at about half the "
-        "speed, and whoever asks for one waits until it has ended, so that little of the host's work is hidden.",
-    )  # fmt: skip
-    raw = np.empty(2 * slots * stride + _ALIGN, np.uint8)
-    return _carve(raw[-raw.ctypes.data % _ALIGN :], slots, stride, 0)
+            logger.warning(
+                "hf_offload: ring_slots=%d: %s. Going on with %d instead: copies and host steps overlap less. %s.",
+                slots, _cause(refusal, 2 * slots * stride), n, _remedy(f"set ring_slots={n}"),
+            )  # fmt: skip
+        return _carve(memory, n, stride)
+    assert refusal is not None
+    raise HostMemoryError(_refusal(device, refusal, slots, stride)) from refusal
 
 
 def _ladder(slots: int) -> list[int]:
@@ -61,25 +67,49 @@ def _ladder(slots: int) -> list[int]:
     return found
 
 
-def _carve(memory: np.ndarray, slots: int, stride: int, pinned: int) -> Slab:
+def _carve(memory: np.ndarray, slots: int, stride: int) -> Slab:
     views = tuple(memory[i * stride : (i + 1) * stride] for i in range(2 * slots))
-    return Slab(views[:slots], views[slots:], pinned)
+    return Slab(views[:slots], views[slots:], memory.size)
 
 
-def _warn(refusal: Exception | None, slots: int, stride: int, cost: str) -> None:
-    logger.warning(
-        "hf_offload: ring_slots=%d: the system would not pin %d bytes for the ring (%s). %s Limit on locked memory: "
-        "%s. Raise it (ulimit -l unlimited; docker run --ulimit memlock=-1), free host memory, or lower ring_slots or "
-        "bucket_bytes.",
-        slots, 2 * slots * stride, refusal, cost, _limit(),
-    )  # fmt: skip
+def _refusal(device: CudaDevice, refusal: Exception, slots: int, stride: int) -> str:
+    fewest = 2 * min(slots, 2) * stride
+    most = _pinnable(device, fewest)
+    cause = f"{_cause(refusal, 2 * slots * stride)}, nor {as_bytes(fewest)}; what it does pin is {as_bytes(most)}"
+    memory = available_host_bytes()
+    left = f". Of host memory, {as_bytes(memory.available)} are left" if memory.known else ""
+    fits = ring_within(most, slots, stride)
+    return explain("ring_slots", slots, cause + left, _remedy(fits))
 
 
-def _limit() -> str:
-    """RLIMIT_MEMLOCK, which is what containers set; WSL has a limit of its own that nothing tells."""
-    try:
-        import resource
-    except ImportError:
-        return "unknown"
-    soft: Any = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return "none" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
+def _pinnable(device: CudaDevice, refused: int) -> int:
+    """Bytes that the system pins, to a 64th of the `refused` ones: found by trying."""
+    low, high = 0, refused
+    while high - low > max(refused // 64, _ALIGN):
+        middle = (low + high) // 2
+        try:
+            device.pin(middle)  # and freed at once
+        except Exception as error:
+            if not refuses_to_pin(error):
+                raise
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def _cause(refusal: Exception, nbytes: int) -> str:
+    return f"the system would not pin {as_bytes(nbytes)} of host memory for the ring ({refusal})"
+
+
+def _remedy(smaller: str | None) -> str:
+    """The limit on locked memory is what containers set, though not every driver minds it. WSL's own nothing tells."""
+    locked = lockable_bytes()
+    options = [] if smaller is None else [smaller]
+    if locked is not None:
+        how = "ulimit -l unlimited; docker run --ulimit memlock=-1"
+        options.append(f"raise the limit on locked memory, {as_bytes(locked)} ({how})")
+    return (
+        f"{any_of([*options, 'free host memory'])}. WSL and some containers call it out of memory when more than 0.5 "
+        "to 1 GB is to be pinned, whatever ulimit says"
+    )

@@ -7,6 +7,7 @@ and latency can be emulated ("what would this schedule do on a 16 GB/s link?") a
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import queue
 import threading
@@ -21,6 +22,9 @@ import numpy as np
 from hf_offload.errors import TransportError, WaitTimeout, explain
 from hf_offload.transport.base import Event, Segment
 from hf_offload.transport.bell import Bell
+from hf_offload.transport.threads import Worker
+
+logger = logging.getLogger(__name__)
 
 _ALIGN = 64  # bytes: one cache line, and the widest vector register
 PART_BYTES = 1 << 20
@@ -72,15 +76,19 @@ class HostCopy:
         slot: which of them it is to or from.
         after: not before this time on `time.perf_counter`'s clock, seconds.
         down: whether it is from the device.
+        alive: whether the thread that is to run it lives.
     """
 
-    __slots__ = ("_after", "_bell", "_down", "_ended", "_error", "_held", "_mover", "_slot", "_span", "nbytes", "what")
+    __slots__ = (
+        "_after", "_alive", "_bell", "_down", "_ended", "_error", "_held", "_mover", "_slot", "_span", "nbytes", "what",
+    )  # fmt: skip
 
     def __init__(
         self, mover: _Mover, what: str, segments: Sequence[Segment], ring: Sequence[np.ndarray], slot: int,
-        after: float, down: bool,
+        after: float, down: bool, alive: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._mover = mover
+        self._alive = alive
         self.what = what
         self.nbytes = sum(s.nbytes for s in segments)
         self._held: tuple[Sequence[Segment], Sequence[np.ndarray]] | None = (segments, ring)
@@ -96,7 +104,9 @@ class HostCopy:
         return self._ended
 
     def wait(self, timeout_s: float) -> None:
-        if not self._bell.wait(self.done, timeout_s):
+        if not self._bell.wait(self.done, timeout_s, alive=self._alive):
+            if not self._alive():
+                raise TransportError(f"{self.what} failed: the thread that was to make it has died")
             raise WaitTimeout(
                 explain(
                     "timeout_s", timeout_s, f"{self.what} did not end in time", "Raise timeout_s if it is only slow"
@@ -144,20 +154,19 @@ class HostCopy:
         self._bell.ring()
 
 
-class _Lane(threading.Thread):
+class _Lane(Worker):
     """One direction of the link: runs its copies in the order they came."""
 
     def __init__(self, direction: str, link_gb_s: float | None, link_latency_us: float, delay: Delay | None) -> None:
-        super().__init__(name=f"hf_offload-{direction}", daemon=True)
+        super().__init__(direction)
         self._direction = direction
         self._seconds_per_byte = 0.0 if link_gb_s is None else 1.0 / (link_gb_s * 1e9)
         self._latency_s = link_latency_us * 1e-6
         self._moving_per_byte = 0.0  # seconds, as the last copy showed
         self._delay = delay
-        self._pid = os.getpid()
         self._jobs: queue.SimpleQueue[HostCopy | None] = queue.SimpleQueue()
         self._closed = False
-        self._ended = False
+        self._served = False
         self._broken: BaseException | None = None
 
     def submit(self, copy: HostCopy) -> HostCopy:
@@ -169,7 +178,7 @@ class _Lane(threading.Thread):
         if self._closed:
             raise TransportError(f"{copy.what}: the transport is closed. Make a new optimizer.")
         self._jobs.put(copy)
-        if self._ended:  # closed meanwhile: the thread may have looked through the queue for the last time
+        if self._served:  # closed meanwhile: the thread may have looked through the queue for the last time
             self._fail_rest()
         return copy
 
@@ -178,21 +187,28 @@ class _Lane(threading.Thread):
         self._closed = True
         self._jobs.put(None)
 
-    def run(self) -> None:
-        while (copy := self._jobs.get()) is not None:
-            if self._broken is not None:
-                copy.finish(self._broken)
-                continue
-            try:
-                if self._delay is not None:
-                    time.sleep(self._delay(self._direction, copy.nbytes))
-                self._copy(copy)
-            except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # their locals hold the device memory
-                self._broken = error  # later copies would go out of order: they fail too
-                copy.finish(error)
-        self._ended = True
-        self._fail_rest()
+    def work(self) -> None:
+        try:
+            while (copy := self._jobs.get()) is not None:
+                self._carry_out(copy)
+                del copy  # it would be kept while the next one is waited for
+        finally:  # whatever ended it: nobody waits for copies that nobody makes
+            self._broken = self._broken or TransportError("the thread that copies has died")
+            self._served = True
+            self._fail_rest()
+
+    def _carry_out(self, copy: HostCopy) -> None:
+        if self._broken is not None:
+            copy.finish(self._broken)
+            return
+        try:
+            if self._delay is not None:
+                time.sleep(self._delay(self._direction, copy.nbytes))
+            self._copy(copy)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # their locals hold the device memory
+            self._broken = error  # later copies would go out of order: they fail too
+            copy.finish(error)
 
     def _fail_rest(self) -> None:
         while True:
@@ -217,11 +233,15 @@ class HostTransport:
         slot_bytes: bytes of one slot, rounded up to whole cache lines of 64.
         link_gb_s: emulated speed of each direction, 1e9 bytes/s; None: as fast as memory.
         link_latency_us: emulated latency added to each copy, microseconds.
+        timeout_s: seconds that `close` waits for the copies under way.
         delay: for tests: seconds to sleep before each copy.
 
     Attributes:
         clock: when an emulated device will have done all that it was given until now, seconds on
             `time.perf_counter`'s clock. Without one it has at once: a CPU does what it is asked for right away.
+
+    Raises:
+        TransportError: the system gives no thread; nothing is left over.
     """
 
     name = "host"
@@ -233,6 +253,7 @@ class HostTransport:
         *,
         link_gb_s: float | None = None,
         link_latency_us: float = 0.0,
+        timeout_s: float = 600.0,
         delay: Delay | None = None,
     ) -> None:
         stride = -(-slot_bytes // _ALIGN) * _ALIGN
@@ -245,9 +266,14 @@ class HostTransport:
         self._mover = _Mover()
         self._lanes = [_Lane(d, link_gb_s, link_latency_us, delay) for d in ("d2h", "h2d")]
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _stop, self._lanes, self._pid)
-        for lane in self._lanes:  # last: an interrupt in here leaves no thread that nobody ends
-            lane.start()
+        self._timeout_s = timeout_s
+        self._finalizer = weakref.finalize(self, _stop, self._lanes, self._pid, timeout_s)
+        try:
+            for lane in self._lanes:  # last: an interrupt in here leaves no thread that nobody ends
+                lane.begin()
+        except TransportError:
+            self.close()
+            raise
 
     def mark(self) -> float:
         return self.clock()
@@ -256,28 +282,30 @@ class HostTransport:
         return 0
 
     def to_host(self, segments: Sequence[Segment], slot: int, after: Any) -> Event:
-        ring = self._open_ring(self.down)
-        what = "the copy of gradients to the host"
-        return self._lanes[0].submit(HostCopy(self._mover, what, segments, ring, slot, after or 0.0, down=True))
+        return self._submit(self._lanes[0], "the copy of gradients to the host", segments, self.down, slot, after)
 
     def to_device(self, segments: Sequence[Segment], slot: int, after: Any) -> Event:
-        ring = self._open_ring(self.up)
-        what = "the copy of weights to the device"
-        return self._lanes[1].submit(HostCopy(self._mover, what, segments, ring, slot, after or 0.0, down=False))
+        return self._submit(self._lanes[1], "the copy of weights to the device", segments, self.up, slot, after)
 
     def join(self, event: Event, timeout_s: float) -> None:
         event.wait(timeout_s)
 
     def close(self) -> None:
-        _stop(self._lanes, self._pid)
+        """A copy that does not end in `timeout_s` is told of in the log, and keeps its memory."""
+        _stop(self._lanes, self._pid, self._timeout_s)
         self._finalizer.detach()
         self.down = self.up = ()
         self.pinned_bytes = 0
 
-    def _open_ring(self, ring: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    def _submit(
+        self, lane: _Lane, what: str, segments: Sequence[Segment], ring: Sequence[np.ndarray], slot: int, after: Any
+    ) -> Event:
         if not ring:
             raise TransportError("the transport is closed: its threads and its memory are gone. Make a new optimizer.")
-        return ring
+        down = lane is self._lanes[0]
+        return lane.submit(
+            HostCopy(self._mover, what, segments, ring, slot, after or 0.0, down=down, alive=lane.lives)
+        )
 
 
 def sleep_until(when: float) -> None:
@@ -293,12 +321,11 @@ def _aligned(nbytes: int) -> np.ndarray:
     return raw[start : start + nbytes]
 
 
-def _stop(lanes: list[_Lane], pid: int) -> None:
+def _stop(lanes: list[_Lane], pid: int, timeout_s: float) -> None:
     if os.getpid() != pid:
         return  # a forked child has the objects but not the threads
     for lane in lanes:
         lane.stop()
-    if not threading.current_thread().name.startswith("hf_offload-"):  # the garbage collector may run on one of ours
-        for lane in lanes:
-            if lane.is_alive():
-                lane.join()
+    for lane in lanes:
+        if not lane.end(timeout_s):
+            logger.error("hf_offload: the copy under way on %s did not end in %s s.", lane.name, timeout_s)

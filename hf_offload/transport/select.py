@@ -75,8 +75,9 @@ def make_transport(
     """
     if transport_kind(config, facts) == "host":
         return HostTransport(
-            config.ring_slots, slot_bytes, link_gb_s=config.link_gb_s, link_latency_us=config.link_latency_us
-        )
+            config.ring_slots, slot_bytes, link_gb_s=config.link_gb_s, link_latency_us=config.link_latency_us,
+            timeout_s=config.timeout_s,
+        )  # fmt: skip
     _require_cuda(facts, config.transport)
     from hf_offload.transport.cuda import CudaTransport  # only where there is a GPU
 

@@ -193,3 +193,32 @@ def test_given_like_any_other_callback_it_still_comes_before_the_reports(
     trainer.train()
     last = [logs for _, logs in told if "loss" in logs][-1]
     assert "offload/hidden_fraction" in last and "offload/host_bytes" in last
+
+
+class Bad(TrainerCallback):
+    """Makes the gradients of some steps NaN."""
+
+    def __init__(self, *steps: int) -> None:
+        self._steps = steps
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step in self._steps:
+            handle = next(model.parameters()).register_hook(lambda grad: (handle.remove(), grad * float("nan"))[1])
+
+
+@pytest.mark.parametrize("stream", ["", ",stream_gradients=true"])
+@pytest.mark.parametrize("bad", [(0, 1, 2, 3, 4), (2,)])
+def test_skipped_steps_are_reported_also_where_no_step_was_taken(
+    make_trainer: Callable[..., Any], told: Any, bad: tuple[int, ...], stream: str
+) -> None:
+    trainer = make_trainer(
+        callbacks=[Bad(*bad)], report_to=["fake"], optim_args=f"threads=1,schedule=overlapped{stream}"
+    )
+    OffloadMetricsCallback().add_to(trainer)
+    trainer.train()
+    counts = [logs.get("offload/skipped_steps") for _, logs in told if "loss" in logs]
+    assert counts[-1] == len(bad) == trainer.optimizer.optimizer.stats().skipped_steps
+    if len(bad) == 5:
+        assert counts == [1, 2, 3, 4, 5]
+    history = [e.get("offload/skipped_steps") for e in trainer.state.log_history if "loss" in e]
+    assert history == counts

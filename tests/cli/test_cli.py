@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,21 @@ def test_plan_options_win_over_the_recipe_and_overrides_change_it() -> None:
     assert (work["batch"], work["accumulation"], work["seq_len"], work["checkpointing"]) == (5, 3, 2048, True)
 
 
+def test_plan_of_several_ranks_on_a_node_adds_up_their_host_memory() -> None:
+    asked = ("plan", "--params", "7e9", "--host-gb", 500, "--ranks-per-node")
+    figures = json.loads(invoke(*asked, 8, "--json").output)
+    one = 84 * 10**9 + 256 * 2**20
+    assert figures["bytes"]["host_total"] == one and figures["bytes"]["host_total_node"] == 8 * one
+    assert figures["ranks_per_node"] == 8 and figures["fits"]["host"] is False
+    text = invoke(*asked, 8).output
+    assert "8 ranks on a node take 674 GB of its host memory together." in text
+    assert "The host needs 674 GB and has 500 GB: it does not fit." in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert json.loads(invoke(*asked, 5, "--json").output)["fits"]["host"] is True
+    assert "ranks" not in invoke(*asked, 1).output
+    assert invoke(*asked, 0).exit_code == 2
+
+
 def test_plan_of_a_model_folder_needs_its_config_alone(tmp_path: Path) -> None:
     from transformers import LlamaConfig
 
@@ -170,6 +186,8 @@ def test_env_is_plain_text_to_copy() -> None:
     assert result.exit_code == 0
     for name in ("hf_offload:", "torch:", "GPU:", "host memory:", "numba threads:", "numba layer:", "cores:"):
         assert name in result.output
+    for name, value in (("locked memory:", r"(\d+ bytes|no limit) \(ulimit -l\)"), ("ranks on this node:", "1$")):
+        assert re.search(rf"^{name} +{value}", result.output, re.MULTILINE), name
 
 
 # ------------------------------------------------------------------------------------------------ bad input

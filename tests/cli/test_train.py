@@ -181,3 +181,26 @@ def test_the_quickstart_as_it_ships(tmp_path: Path) -> None:
     assert host["master"] + host["exp_avg"] + host["exp_avg_sq"] == 12 * psi
     assert host["pinned"] == 2 * 4 * (1 << 20)
     assert figures["per_step"]["d2h_bytes"] == figures["per_step"]["h2d_bytes"] == 2 * psi
+
+
+@pytest.mark.parametrize("bad", [{2, 3}, set(range(6))])
+def test_skipped_steps_are_seen(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
+    """In the lines, the summary and the last sentence; where all are skipped that is the error."""
+    from hf_offload.trainer import OffloadTrainer
+
+    real = OffloadTrainer.compute_loss
+
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = real(self, *args, **kwargs)
+        return loss * math.nan if self.state.global_step in bad and self.model.training else loss
+
+    monkeypatch.setattr(OffloadTrainer, "compute_loss", compute_loss)
+    result = train(tiny, tmp_path / "out")
+    assert f"skipped {len(bad)}" in result.output
+    if len(bad) == 6:
+        assert result.exit_code != 0
+        assert "no step was taken: 6 were skipped, since gradients were not finite" in " ".join(result.output.split())
+    else:
+        figures = json.loads((tmp_path / "out" / "offload_summary.json").read_text())
+        assert (figures["steps"], figures["skipped_steps"]) == (4, 2)
+        assert "4 steps overlapped over the host transport, and 2 skipped." in " ".join(result.output.split())

@@ -1,6 +1,6 @@
 """Takes one wait after the other out of a copy of the engine, and sees that the test named for it fails.
 
-    python tests/engine/planted.py            # all of them: a quarter of an hour on two cores
+    python tests/engine/planted.py --jobs 2   # all of them: a quarter of an hour on two cores
     python tests/engine/planted.py slot ring  # those whose names contain one of these words
 
 Exit status 1 if a bug is not caught. README.md shows the same list as a table. Whoever adds a wait adds a line here.
@@ -8,51 +8,12 @@ Exit status 1 if a bug is not caught. README.md shows the same list as a table. 
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import subprocess
 import sys
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-LAYOUT = {"hf_offload": "hf_offload", "kernels": "hf_offload/kernels", "callbacks": "hf_offload/callbacks",
-          "recipes": "hf_offload/recipes", "tests": "tests", "pyproject.toml": "pyproject.toml"}  # fmt: skip
-"""Where each folder lies in the copy: as it would be installed, so that one entry of PYTHONPATH finds all of it. An
-editable install looks behind PYTHONPATH."""
-HUNG_S = 90.0
-"""Seconds after which a test that goes on has failed: the bug made it hang."""
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script: pytest has it there already
 
-
-@dataclass(frozen=True)
-class Planted:
-    """One bug.
-
-    Attributes:
-        name: the wait that is taken out, in words.
-        test: below `tests/`; it must fail then.
-        file: below `hf_offload/`.
-        old: the source text that is replaced, its lines without their indentation; it must occur exactly once.
-        new: what replaces it; its lines are indented as the line where `old` begins.
-    """
-
-    name: str
-    test: str
-    file: str
-    old: str
-    new: str = "pass"
-
-    def plant(self, source: str) -> str:
-        """`source` with the bug in it."""
-        found = list(re.finditer(r"\n *".join(map(re.escape, self.old.split("\n"))), source))
-        assert len(found) == 1, f"{self.name}: its text occurs {len(found)} times in {self.file}"
-        start, end = found[0].span()
-        line = source[source.rfind("\n", 0, start) + 1 :]
-        indent = line[: len(line) - len(line.lstrip(" "))]
-        return source[:start] + self.new.replace("\n", f"\n{indent}") + source[end:]
-
+from support.planting import Planted, main
 
 # fmt: off
 WAITS, STREAMED, GUESSES, DELAYED, INTERRUPTS = (
@@ -136,7 +97,7 @@ PLANTED = (
             'being told of."""\nself._wake()', 'being told of."""'),
     Planted("an untold step, before the thread ends",
             WAITS + "test_an_untold_step_is_taken_though_close_is_interrupted_as_well", PIPELINE,
-            'called again."""\nself._wake()', 'called again."""'),
+            'has not ended.\n"""\nself._wake()', 'has not ended.\n"""'),
     # ---- the step
     Planted("the step before, at step()", WAITS + "test_the_next_step_waits_for_this_one", ENGINE,
             "self._wait_step()\nrecord =", "record ="),
@@ -335,56 +296,5 @@ PLANTED = (
 # fmt: on
 
 
-def main(words: list[str]) -> int:
-    chosen = [bug for bug in PLANTED if not words or any(word in bug.name for word in words)]
-    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        root = Path(folder)
-        copy_to(root)
-        tests = sorted({bug.test for bug in chosen})
-        if (status := run(root, tests, HUNG_S * len(tests), show=True)) != 0:
-            print(f"the code as it is does not pass these tests (status {status}): nothing can be told")
-            return 1
-        missed = [bug.name for bug in chosen if not is_caught(root, bug)]
-    print(f"{len(chosen) - len(missed)} of {len(chosen)} caught")
-    return 1 if missed else 0
-
-
-def copy_to(root: Path) -> None:
-    """The repository, with the kernels' own compiled code, which is found by the hash of their source."""
-    for source, to in LAYOUT.items():
-        copy = shutil.copytree if (REPOSITORY / source).is_dir() else shutil.copy2
-        copy(REPOSITORY / source, root / to)
-
-
-def is_caught(root: Path, bug: Planted) -> bool:
-    file = root / "hf_offload" / bug.file
-    source = file.read_text()
-    file.write_text(bug.plant(source))
-    try:
-        status = run(root, [bug.test], HUNG_S)
-    finally:
-        file.write_text(source)
-    caught = status == 1 or status < 0  # 2 and above: pytest never came to run the test
-    print(f"{'caught' if caught else f'NOT CAUGHT ({status})':<12} {bug.name}: {bug.test}", flush=True)
-    return caught
-
-
-def run(root: Path, tests: list[str], timeout_s: float, show: bool = False) -> int:
-    """pytest's exit status; negative where it crashed or hung."""
-    env = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = (
-        f"import hf_offload.kernels.cpu as cpu; assert cpu.__file__.startswith({str(root)!r}), cpu.__file__; "
-        "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    )
-    options = ["-q", "-x", "-n0", "-p", "no:cacheprovider"]
-    ids = [f"tests/{test}" for test in tests]
-    to = None if show else subprocess.DEVNULL
-    call = [sys.executable, "-c", command, *options, *ids]
-    try:
-        return subprocess.run(call, cwd=root, env=env, timeout=timeout_s, stdout=to, stderr=to).returncode
-    except subprocess.TimeoutExpired:
-        return -1
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(PLANTED, sys.argv[1:]))

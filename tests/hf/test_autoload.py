@@ -73,6 +73,37 @@ print([m for m in ("transformers", "accelerate", "numba", "hf_offload.compat") i
     assert python(code=code, env=site).stdout.strip() == "[]"
 
 
+def test_the_entry_point_does_nothing_but_watch(python: Any, site: Any) -> None:
+    """An audit hook sees what it does: no import, no file, no process, no socket; no thread; one variable is read."""
+    code = """
+import os, sys, threading
+from hf_offload import autoload
+
+seen, read, calls = [], [], []
+on = False
+sys.addaudithook(lambda event, args: seen.append((event, args)) if on else None)
+real, get = autoload.install, os.environ.get
+
+def watched():
+    global on
+    before, calls[len(calls):] = set(sys.modules), [1]
+    os.environ.get = lambda name, default=None: (read.append(name), get(name, default))[1]
+    threads, on = threading.active_count(), True
+    real()
+    on = False
+    del os.environ.get
+    assert set(sys.modules) == before and threading.active_count() == threads
+
+autoload.install = watched
+import torch
+assert calls == [1], "torch has called the entry point"
+assert seen == [], seen
+assert read == ["HF_OFFLOAD_AUTOLOAD"], read
+print(sorted(m for m in sys.modules if m.startswith("hf_offload")))
+"""
+    assert python(code=code, env=site).stdout.strip() == "['hf_offload', 'hf_offload.autoload']"
+
+
 @pytest.mark.slow
 def test_the_entry_point_can_be_turned_off(python: Any, site: Any) -> None:
     assert "not a valid OptimizerNames" in python(code=ASK, env={**site, autoload.SWITCH: "0"}, fails=True).stderr

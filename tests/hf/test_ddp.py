@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from hf_offload.checkpoint import manifest
+
 SCRIPT = str(Path(__file__).parent / "scripts" / "train_tiny.py")
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", SCRIPT)
 
@@ -26,6 +28,22 @@ def test_two_processes_train_as_one(python: Any, tmp_path: Path) -> None:
     assert first["losses"] == pytest.approx(one["losses"], rel=1e-5)
     for name, weight in one["weights"].items():
         torch.testing.assert_close(first["weights"][name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_processes_is_whole_and_resumes(python: Any, tmp_path: Path) -> None:
+    env = {"OMP_NUM_THREADS": "1"}
+    python(*LAUNCH, "whole", "2", "1", "threads=1", env=env)
+    folder = tmp_path / "whole-trainer"
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    found = manifest.verify(folder / "checkpoint-2")
+    assert found is not None and {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= set(found.files)
+    python(*LAUNCH, "resumed", "2", "1", "threads=1", str(folder / "checkpoint-2"), env=env)
+    whole, resumed = (torch.load(tmp_path / f"{name}-1.pt")["weights"] for name in ("whole", "resumed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    (folder / "checkpoint-2" / "rng_state_1.pth").unlink()
+    done = python(*LAUNCH, "x", "2", "1", "threads=1", str(folder / "checkpoint-2"), env=env, fails=True)
+    assert "rng_state_1.pth is missing" in done.stderr
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_too_little_memory_is_refused_at_construction_before_anything_is_allocat
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     params = [nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(500)), nn.Parameter(torch.zeros(9), False)]
-    need = 12 * 1500 + 2 * 2 * 1000
+    need = 12 * 1500 + 2 * 2 * 1024
     memory(monkeypatch, need)
     OffloadAdam(params, config=config())
     memory(monkeypatch, need - 1)
@@ -118,7 +118,7 @@ def test_too_little_memory_is_refused_at_construction_before_anything_is_allocat
 
 def test_max_host_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     params = [nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(500))]
-    need = 12 * 1500 + 2 * 2 * 1000
+    need = 12 * 1500 + 2 * 2 * 1024
     optimizer = OffloadAdam(params, config=config(max_host_bytes=need))
     train(optimizer, params, [0])
     forbid_allocation(monkeypatch)
@@ -131,7 +131,7 @@ def test_the_cap_and_the_machine_are_asked_again_when_parameters_are_added(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = [nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(500))]
-    base = 12 * 1000 + 2 * 2 * 1000
+    base = 12 * 1000 + 2 * 2 * 1024
     optimizer = offload(params[:1], schedule, {"max_host_bytes": base + 12 * 500 - 1})
     train(optimizer, params[:1], [0])
     optimizer.add_param_group({"params": params[1:]})

@@ -113,11 +113,11 @@ def test_the_cast_values_count_once_against_the_hosts_memory(monkeypatch: pytest
     """They are in memory already, and freed while the masters' own memory is filled."""
     model = nn.Linear(1000, 1000, bias=False)
     cast_trainable(model, torch.bfloat16)
-    room = 8 * 1_000_000 + 2 * 2 * 1000  # m, v and the ring; the masters' 4 MB wait here
+    room = 8 * 1_000_000 + 2 * 2 * 1024  # m, v and the ring; the masters' 4 MB wait here
     monkeypatch.setattr(hostmem, "available_host_bytes", lambda root=None: hostmem.HostMemory(room, room, "a test"))
     OffloadAdam(model.parameters(), config=config())
     monkeypatch.setattr(hostmem, "available_host_bytes", lambda root=None: hostmem.HostMemory(room - 1, room, "a test"))
-    with pytest.raises(HostMemoryError, match="8004000 bytes"):
+    with pytest.raises(HostMemoryError, match="8004096 bytes"):
         OffloadAdam(model.parameters(), config=config())
 
 

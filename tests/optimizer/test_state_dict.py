@@ -369,7 +369,9 @@ def test_step_as(kind: str) -> None:
 
 @every_wire
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_state_of_another_dtype_becomes_fp32(dtype: torch.dtype, wire: str) -> None:
+def test_state_of_another_dtype_becomes_fp32_and_it_is_said(
+    dtype: torch.dtype, wire: str, caplog: pytest.LogCaptureFixture
+) -> None:
     params = make_params(DTYPES[wire], shapes=[(5,), (3, 4)])
     optimizer = offload(params)
     train(optimizer, params, range(2))
@@ -377,7 +379,9 @@ def test_state_of_another_dtype_becomes_fp32(dtype: torch.dtype, wire: str) -> N
     for entry in saved["state"].values():
         for name in ("exp_avg", "exp_avg_sq"):
             entry[name] = entry[name].to(dtype)
-    optimizer.load_state_dict(saved)
+    with caplog.at_level(logging.WARNING, "hf_offload"):
+        optimizer.load_state_dict(saved)
+    assert f"exp_avg_sq of 2 parameters was {str(dtype).removeprefix('torch.')}" in caplog.text
     train(optimizer, params, [2])
     optimizer.load_state_dict(saved)
     for i, p in enumerate(params):

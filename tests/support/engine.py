@@ -109,8 +109,8 @@ def copies(delay: Delay | None) -> Iterator[None]:
     """Every engine made in here has a transport that sleeps `delay(direction, nbytes)` seconds before a copy."""
 
     def make(config: OffloadConfig, facts: DeviceFacts, slot_bytes: int, *stream: Any) -> HostTransport:
-        speed = {"link_gb_s": config.link_gb_s, "link_latency_us": config.link_latency_us}
-        return HostTransport(config.ring_slots, slot_bytes, delay=delay, **speed)
+        given = {name: getattr(config, name) for name in ("link_gb_s", "link_latency_us", "timeout_s")}
+        return HostTransport(config.ring_slots, slot_bytes, delay=delay, **given)
 
     with patch("hf_offload.engine.placement.make_transport", make):
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import linecache
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -22,11 +23,11 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor
 
-from hf_offload.errors import TransportError
-from hf_offload.transport import cuda_pack
+from hf_offload.errors import HostMemoryError, TransportError
+from hf_offload.transport import cuda_pack, cuda_slab
 from hf_offload.transport.cuda import CudaTransport, DeviceMemoryError
 from support.engine_interrupts import Interrupter
-from support.fake_cupy import NO_MEMORY, CUDARuntimeError, FakeCupy, OutOfMemoryError
+from support.fake_cupy import FAILED, NO_MEMORY, CUDARuntimeError, FakeCupy, OutOfMemoryError
 from support.transport import LONG, fill, packed, segment
 
 DEVICE = 1
@@ -252,31 +253,73 @@ def test_the_collector_may_find_it_inside_one_of_its_own_calls() -> None:
 # ---- what the system refuses
 
 
-@pytest.mark.parametrize(
-    ("pinnable", "slots", "given", "pinned"),
-    [(8 * 4096, 4, 4, True), (8 * 4096 - 1, 4, 2, True), (4 * 4096, 9, 2, True), (4 * 4096 - 1, 4, 4, False),
-     (4096, 1, 1, False), (0, 3, 3, False)],
-)  # fmt: skip
-def test_less_pinned_memory_means_a_shorter_ring_and_then_a_pageable_one(
-    pinnable: int, slots: int, given: int, pinned: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("pinnable", "slots", "given"), [(8 * SLOT, 4, 4), (8 * SLOT - 1, 4, 2), (4 * SLOT, 9, 2)])
+def test_less_pinned_memory_means_a_shorter_ring(
+    pinnable: int, slots: int, given: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake = FakeCupy(pinnable=pinnable)
     transport = make(fake, slots)
     assert len(transport.down) == len(transport.up) == given
-    assert transport.pinned_bytes == (2 * given * SLOT if pinned else 0)
+    assert transport.pinned_bytes == 2 * given * SLOT
     assert all(view.ctypes.data % 64 == 0 and view.size == SLOT for view in (*transport.down, *transport.up))
-    if given == slots and pinned:
+    if given == slots:
         assert not caplog.text
     else:
         assert f"ring_slots={slots}" in caplog.text and "out of memory" in caplog.text
-        assert "locked memory: " in caplog.text and "ulimit -l" in caplog.text
-        assert ("pageable" in caplog.text) is not pinned
+        assert f"would not pin 0.00 GB ({2 * slots * SLOT} bytes)" in caplog.text
+        assert f"Going on with {given} instead" in caplog.text and f"Set ring_slots={given}" in caplog.text
     source, target = [memory(bytes([i] * 9)) for i in range(20)], memory(bytes(180))
     transport.to_host(packed(source), 0, transport.mark()).wait(LONG)
     transport.up[0][:180] = transport.down[0][:180]
     transport.to_device([segment(target, 0)], 0, None).wait(LONG)
     assert content(target) == b"".join(content(s) for s in source)
     transport.close()
+
+
+LARGE = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("pinnable", "slots"), [(4 * LARGE - 1, 4), (3 * LARGE, 2), (2 * LARGE - 1, 1), (300_000, 9), (0, 3)]
+)
+@pytest.mark.parametrize("locked", [8 << 20, None])
+def test_a_ring_that_cannot_be_pinned_is_refused_with_the_settings_that_could(
+    pinnable: int, slots: int, locked: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_slab, "lockable_bytes", lambda: locked)
+    fake = FakeCupy(pinnable=pinnable)
+    with pytest.raises(HostMemoryError) as caught:
+        make(fake, slots, LARGE)
+    text = str(caught.value)
+    assert not should_reduce_batch_size(caught.value), "fewer rows would not help"
+    assert text.startswith(f"ring_slots={slots}: the system would not pin ") and f"({2 * slots * LARGE} bytes)" in text
+    assert "out of memory" in text and "are left" in text and "WSL" in text
+    assert ("(8388608 bytes) (ulimit -l unlimited" in text) is (locked is not None)
+    assert not fake.pinned and not fake.handles, "the probe gave everything back"
+    advice = re.search(r"Set ring_slots=(\d+) and bucket_bytes=(\d+)", text)
+    if pinnable < 2 * min(slots, 2) << 16:
+        assert advice is None, "no bucket of a useful size can be pinned"
+        return
+    assert advice is not None
+    fewer, bucket = map(int, advice.groups())
+    assert pinnable - 2 * fewer * LARGE / 32 <= 2 * fewer * bucket <= pinnable
+    make(fake, fewer, bucket).close()
+
+
+@pytest.mark.parametrize("status", [NO_MEMORY, 304, 801])
+def test_all_ways_in_which_the_system_refuses_to_pin(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCupy()
+    monkeypatch.setattr(fake.cuda.runtime, "hostAlloc", _raiser(CUDARuntimeError(status)), raising=False)
+    with pytest.raises(HostMemoryError, match="would not pin"):
+        make(fake)
+
+
+def test_a_device_that_fails_is_not_taken_for_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCupy()
+    monkeypatch.setattr(fake.cuda.runtime, "hostAlloc", _raiser(CUDARuntimeError(FAILED)), raising=False)
+    with pytest.raises(TransportError, match="unspecified launch failure") as caught:
+        make(fake)
+    assert "pin" not in str(caught.value)
 
 
 def test_a_full_device_at_construction_lowers_the_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Trains the tests' tiny model with `optim="offload_adam"` in one or several processes; writes what came out.
 
-python train_tiny.py OUT_FILE per_device_batch accumulation optim_args
+python train_tiny.py OUT_FILE per_device_batch accumulation optim_args [CHECKPOINT]
 """
 
 import sys
@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import hf_offload  # makes the flag known
 
 
-def main(out: str, batch: str, accumulation: str, optim_args: str) -> None:
+def main(out: str, batch: str, accumulation: str, optim_args: str, resume: str | None = None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     shape = {
@@ -40,7 +40,7 @@ def main(out: str, batch: str, accumulation: str, optim_args: str) -> None:
         dataloader_pin_memory=False,
     )
     trainer = Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     result = {name: p.detach() for name, p in trainer.model.named_parameters()}
     torch.save(
         {
