@@ -41,6 +41,7 @@ class Source:
     Attributes:
         kind: as `inspect` calls it.
         state: with names, if `named`.
+        optimizer: the name of the file that its state goes into.
         files: the weights' files and the tensors in each. DeepSpeed's own copy where there is no such file.
         left_out: files and folders that are not copied.
         scheduler: a scheduler's state that lies in no file of its own.
@@ -49,6 +50,7 @@ class Source:
     folder: Path
     kind: str
     state: AdamState
+    optimizer: str
     files: Mapping[str, Mapping[str, Row]]
     left_out: frozenset[str]
     scheduler: Mapping[str, Any] | None
@@ -121,8 +123,9 @@ def read(folder: Path, model: Model = UNKNOWN) -> Source:
     Raises:
         CheckpointError: it is none of these, or damaged.
     """
-    if (folder / adam_state.OPTIMIZER).is_file():
-        return _plain(folder, model)
+    path = adam_state.find(folder)
+    if path is not None:
+        return _plain(folder, path, model)
     if deepspeed.folder_of(folder) is not None:
         return _deepspeeds(folder, model)
     cause = "it has no optimizer state"
@@ -132,11 +135,11 @@ def read(folder: Path, model: Model = UNKNOWN) -> Source:
 # ---- sources
 
 
-def _plain(folder: Path, model: Model) -> Source:
-    state = adam_state.read(folder)
+def _plain(folder: Path, path: Path, model: Model) -> Source:
+    state = adam_state.read(path)
     known = named(folder, state, weights.listed(folder), model)
     kind = "OffloadAdam" if state.has_masters else "AdamW"
-    return Source(folder, kind, known or state, _rows(folder), frozenset({adam_state.OPTIMIZER}), None, ())
+    return Source(folder, kind, known or state, path.name, _rows(folder), frozenset({path.name}), None, ())
 
 
 def _rows(folder: Path) -> dict[str, dict[str, Row]]:
@@ -175,7 +178,8 @@ def _deepspeeds(folder: Path, model: Model) -> Source:
         )
     state, how = _trainers_groups(found.state, model)
     left_out = frozenset(path.name for path in deepspeed.files_in(folder))
-    return Source(folder, f"DeepSpeed ZeRO-{found.stage}", state, files, left_out, scheduler, (*said, *how))
+    kind = f"DeepSpeed ZeRO-{found.stage}"
+    return Source(folder, kind, state, adam_state.OPTIMIZER, files, left_out, scheduler, (*said, *how))
 
 
 def _itself(t: Tensor) -> Tensor:
@@ -239,7 +243,7 @@ class ToAdamW:
         self._l2()
 
     def write(self, folder: Path, told: Callable[[int], None] | None) -> dict[str, Digest]:
-        known = {adam_state.OPTIMIZER: _write_state(self.state(), folder)}
+        known = _write_state(self.source, self.state(), folder, told)
         if self.fp32:
             known |= self._write_weights(folder, told)
         elif self.source.state.has_masters:
@@ -258,8 +262,8 @@ class ToAdamW:
         return _table(self.source, torch.float32 if self.fp32 else None)
 
     def _masters_hold_more(self) -> bool:
-        rows = [self.source.row(p.name) for p in self.source.state.parameters() if p.name is not None]
-        return not self.source.state.named or any(row is not None and row[0] != torch.float32 for row in rows)
+        rows = [self.source.row(p.name) for p in self.source.state.parameters() if p.name and "master" in p.entry]
+        return not self.source.state.named or any(row is None or row[0] != torch.float32 for row in rows)
 
     def _l2(self) -> None:
         if any(group.settings.get("decoupled_weight_decay") is False for group in self.source.state.groups):
@@ -342,7 +346,7 @@ class ToOffloadAdam:
             state = AdamState(tuple(replace(g, parameters=tuple(map(self._with_master, g.parameters)))
                                     for g in state.groups))  # fmt: skip
             self.said.append("The masters are the weights as they were saved.")
-        known = {adam_state.OPTIMIZER: _write_state(state, folder)}
+        known = _write_state(self.source, state, folder, told)
         return known | _write_missing(self.source, folder, told)
 
     def table(self) -> dict[str, Any]:
@@ -392,8 +396,13 @@ def _copy(source: Source, folder: Path, told: Callable[[int], None] | None) -> d
     return {}
 
 
-def _write_state(state: AdamState, folder: Path) -> Digest:
-    return torch_file.write(state.state_dict(), folder / adam_state.OPTIMIZER)
+def _write_state(
+    source: Source, state: AdamState, folder: Path, told: Callable[[int], None] | None
+) -> dict[str, Digest]:
+    digest = torch_file.write(state.state_dict(), folder / source.optimizer)
+    if told is not None:
+        told(digest.bytes)
+    return {source.optimizer: digest}
 
 
 def _write_missing(source: Source, folder: Path, told: Callable[[int], None] | None) -> dict[str, Digest]:

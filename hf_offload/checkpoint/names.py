@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from hf_offload.checkpoint import adam_state, manifest
+from hf_offload.checkpoint import manifest
 from hf_offload.checkpoint.adam_state import AdamState
 from hf_offload.checkpoint.weights import Weight
 from hf_offload.errors import CheckpointError, explain
@@ -48,7 +48,7 @@ def named(folder: Path, state: AdamState, listed: Mapping[str, Weight], model: M
         found, shapes = _table(folder, written.optimizer)
         if all(isinstance(name, str) for group in found for name in group):
             if not state.fits(found, shapes):
-                cause = f"{adam_state.OPTIMIZER} has other parameters than {manifest.NAME} says"
+                cause = f"the optimizer's state has other parameters than {manifest.NAME} says"
                 raise CheckpointError(explain("checkpoint", str(folder), cause, manifest.remedy_for(folder)))
             return state.with_names(found)
     guess = model.groups()

@@ -123,7 +123,7 @@ def _file(path: Path) -> None:
         if path.stat().st_size == 0:
             raise CheckpointError(explain("file", str(path), "it is empty", manifest.remedy_for(path.parent)))
         torch_file.check_zip(path)
-        if path.name in (inspect.SCALER, inspect.SCHEDULER, adam_state.OPTIMIZER):
+        if path.name in (inspect.SCALER, inspect.SCHEDULER, *adam_state.FILES):
             torch_file.read(path)
     elif path.suffix == ".safetensors":
         weights.header(path)
@@ -149,16 +149,17 @@ def _inside(folder: Path, verdict: Verdict, model: Model) -> None:
 
 
 def _state(folder: Path, verdict: Verdict) -> AdamState | None:
-    if (folder / adam_state.OPTIMIZER).is_file():
-        saved = torch_file.read(folder / adam_state.OPTIMIZER)
+    path = adam_state.find(folder)
+    if path is not None:
+        saved = torch_file.read(path)
         try:
-            return adam_state.parse(str(folder / adam_state.OPTIMIZER), saved)
+            return adam_state.parse(str(path), saved)
         except CheckpointError as error:
             verdict.notes.append(f"The optimizer's state could be read but not checked: {error}")
             return None
     if deepspeed.folder_of(folder) is not None:
         return deepspeed.read(folder).state
-    verdict.notes.append("It holds weights only: to resume from here starts Adam anew, at step 0.")
+    verdict.notes.append("It has no optimizer state that can be read here: a resume would start Adam anew, at step 0.")
     return None
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_offload.checkpoint import adam_state, convert, deepspeed, inspect, manifest, verify, weights
+from hf_offload.checkpoint import adam_state, convert, deepspeed, inspect, manifest, torch_file, verify, weights
 from hf_offload.checkpoint.names import UNKNOWN
 from hf_offload.errors import CheckpointError, ConfigError
 
@@ -151,6 +151,57 @@ def test_a_tied_weight_that_is_in_the_file_twice_becomes_the_master_twice(tmp_pa
     found = weights_of(tmp_path / "plain")
     assert found["head.weight"].dtype == torch.float32 and torch.equal(found["head.weight"], found["a.weight"])
     assert found["frozen"].dtype == torch.bfloat16
+
+
+def test_an_adapters_weights_are_found_under_pefts_names(tmp_path: Path) -> None:
+    start = checkpoint(tmp_path / "start", True, torch.bfloat16)
+    short = {"a.weight": "x.lora_A.weight", "b.weight": "x.lora_B.weight", "norm.weight": "head.weight"}
+    save_file({short[name]: t for name, t in weights_of(start).items()}, start / weights.ADAPTER, {"format": "pt"})
+    (start / "model.safetensors").unlink()
+    long = [["x.lora_A.default.weight", "x.lora_B.default.weight"], ["head.modules_to_save.default.weight"]]
+
+    class Adapter(Known):
+        def groups(self) -> Any:
+            return long
+
+    convert.convert(start, "adamw", tmp_path / "plain", model=Adapter())
+    masters = [entry["master"] for entry in state_of(start)["state"].values()]
+    assert same(load_file(tmp_path / "plain" / weights.ADAPTER), dict(zip(short.values(), masters)))
+
+
+def test_masters_without_weights_are_not_dropped_unasked(tmp_path: Path) -> None:
+    start = checkpoint(tmp_path / "start", True, torch.bfloat16, named=True)
+    (start / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="--no-fp32-weights"):
+        convert.convert(start, "adamw", tmp_path / "plain")
+    convert.convert(start, "adamw", tmp_path / "plain", False)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux which memory is a file's")
+@pytest.mark.parametrize(("masters", "to"), [(True, "adamw"), (False, "offload_adam")])
+def test_what_is_written_is_the_mapped_source_and_no_copy(
+    tmp_path: Path, monkeypatch: Any, masters: bool, to: str
+) -> None:
+    start = checkpoint(tmp_path / "start", masters, torch.float32)
+    original, seen = torch_file.write, []
+
+    def write(obj: Any, path: Any) -> Any:
+        files = mapped_files()
+        for entry in obj["state"].values():
+            seen.extend(files(t.data_ptr()) for name, t in entry.items() if name != "step")
+        return original(obj, path)
+
+    monkeypatch.setattr(torch_file, "write", write)
+    convert.convert(start, to, tmp_path / "new", model=Known())
+    names = [Path(name).name for name in seen]
+    assert names.count("optimizer.pt") == 6 and names.count("model.safetensors") == (0 if masters else 3)
+
+
+def mapped_files() -> Callable[[int], str]:
+    """Tells which file is mapped at an address; "" for memory of the process's own."""
+    rows = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [(*(int(end, 16) for end in row[0].split("-")), row[5] if len(row) > 5 else "") for row in rows]
+    return lambda address: next((name for low, high, name in ranges if low <= address < high), "")
 
 
 def test_sharded_weights_stay_sharded(tmp_path: Path) -> None:

@@ -196,6 +196,17 @@ def test_kinds(ours: Path) -> None:
     assert inspect.contents(ours).kind == "weights only"
 
 
+def test_accelerates_name_of_the_file_is_known(ours: Path) -> None:
+    without_manifest(ours)
+    (ours / "optimizer.pt").rename(ours / "optimizer.bin")
+    assert inspect.contents(ours).kind == "OffloadAdam"
+    assert "that the state is finite" in verify.verify(ours).checked
+    convert.convert(ours, "adamw", ours.parent / "plain", False)
+    assert (ours.parent / "plain" / "optimizer.bin").is_file() and not (ours.parent / "plain" / "optimizer.pt").exists()
+    os.truncate(ours / "optimizer.bin", 3000)
+    assert [damage.file for damage in verify.verify(ours).damages] == ["optimizer.bin"]
+
+
 # ---- safetensors
 
 
@@ -221,7 +232,8 @@ def test_tensors_that_are_not_aligned_are_read(tmp_path: Path) -> None:
     header = b'{"x":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}} '  # 56 bytes, and one more to shift it
     path = tmp_path / "x.safetensors"
     path.write_bytes((len(header) + 1).to_bytes(8, "little") + header + b" " + value.numpy().tobytes())
-    assert torch.equal(weights.header(path)["x"].read(), value)
+    read = weights.header(path)["x"].read()
+    assert torch.equal(read, value) and read.data_ptr() % 4 == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
