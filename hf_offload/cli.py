@@ -6,25 +6,18 @@ or a machine that cannot do it; 130 interrupted.
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Optional
 
 import typer
 from rich.console import Console
 
 from hf_offload import __version__
-from hf_offload.errors import ConfigError, HostMemoryError, OffloadError, UnsupportedError
-
-FAILED, REFUSED, INTERRUPTED = 1, 2, 130
-
-_EXIT_CODES = (
-    "Exit codes: 0 done, 1 failed while running, 2 refused (a wrong argument, recipe or setting, or a machine that "
-    "cannot do it), 130 interrupted."
-)
+from hf_offload.checkpoint_cli import checkpoint_app
+from hf_offload.command import EXIT_CODES, REFUSED, Debug, JsonOut, complain, guarded
+from hf_offload.errors import ConfigError
 
 app = typer.Typer(
     name="hf-offload",
@@ -33,7 +26,7 @@ app = typer.Typer(
     "Begin with [bold]hf-offload train quickstart[/]: a minute, no GPU, no network. "
     "[bold]hf-offload plan --model NAME[/] says what a model needs. "
     "[bold]hf-offload run SCRIPT[/] makes --optim offload_adam known to your own script.",
-    epilog=_EXIT_CODES,
+    epilog=EXIT_CODES,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -53,9 +46,7 @@ bench_app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench_app, name="bench")
-
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-JsonOut = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 def main() -> None:
@@ -65,40 +56,6 @@ def main() -> None:
 
         streaming_copies.start_anew()
     app()
-
-
-def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose errors become one line on stderr and an exit code; with `debug` they are raised as they are."""
-
-    @functools.wraps(command)
-    def guarded(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except KeyboardInterrupt:
-            saved = " Checkpoints saved before are complete." if command.__name__ == "train" else ""
-            _complain(f"Interrupted.{saved}", style="yellow")
-            raise typer.Exit(INTERRUPTED) from None
-        except (OffloadError, OSError) as error:
-            if kwargs.get("debug"):
-                raise
-            _complain(f"Error: {error}")
-            refused = isinstance(error, (ConfigError, UnsupportedError, HostMemoryError))
-            user_path = isinstance(error, OSError) and error.filename is not None
-            raise typer.Exit(REFUSED if refused or user_path else FAILED) from None
-        except typer.Exit:
-            raise
-        except Exception as error:
-            if kwargs.get("debug"):
-                raise
-            _complain(f"Error: {type(error).__name__}: {error}")
-            _complain("Run it again with --debug to see where.", style="")
-            raise typer.Exit(FAILED) from None
-
-    return guarded
-
-
-def _complain(text: str, style: str = "red") -> None:
-    Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _console() -> Console:
@@ -135,8 +92,8 @@ OverridesArgument = typer.Argument(
 )
 
 
-@app.command(epilog=_EXIT_CODES)
-@_guarded
+@app.command(epilog=EXIT_CODES)
+@guarded
 def train(
     recipe: Annotated[str, RecipeArgument],
     overrides: Annotated[Optional[list[str]], OverridesArgument] = None,  # noqa: UP045 (typer on Python 3.10)
@@ -185,13 +142,13 @@ def run(context: typer.Context) -> None:
         launch.run(context.args)
     except ConfigError as error:
         if not launch.started():
-            _complain(f"Error: {error}")
+            complain(f"Error: {error}")
             raise typer.Exit(REFUSED) from None
         raise
 
 
-@app.command(epilog=_EXIT_CODES)
-@_guarded
+@app.command(epilog=EXIT_CODES)
+@guarded
 def plan(
     recipe: Annotated[
         Optional[str],  # noqa: UP045
@@ -295,7 +252,7 @@ def plan(
 
 
 @recipes_app.command("list")
-@_guarded
+@guarded
 def list_recipes(debug: Debug = False) -> None:
     """List the recipes that ship with hf-offload."""
     from hf_offload import recipe, report
@@ -308,7 +265,7 @@ def list_recipes(debug: Debug = False) -> None:
 
 
 @recipes_app.command("show")
-@_guarded
+@guarded
 def show_recipe(name: Annotated[str, RecipeArgument], debug: Debug = False) -> None:
     """Print a recipe."""
     from hf_offload import recipe, strict_yaml
@@ -317,7 +274,7 @@ def show_recipe(name: Annotated[str, RecipeArgument], debug: Debug = False) -> N
 
 
 @recipes_app.command("copy")
-@_guarded
+@guarded
 def copy_recipe(
     name: Annotated[str, RecipeArgument],
     destination: Annotated[
@@ -334,8 +291,8 @@ def copy_recipe(
         typer.echo(f"Wrote {path}")
 
 
-@app.command("timeline", epilog=_EXIT_CODES)
-@_guarded
+@app.command("timeline", epilog=EXIT_CODES)
+@guarded
 def draw_timeline(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What a run with offload.timeline=FILE wrote.")],
     output: Annotated[
@@ -370,8 +327,8 @@ def draw_timeline(
     typer.echo(f"Wrote {picture}: {shown}{hidden}")
 
 
-@bench_app.command("pipeline", epilog=_EXIT_CODES)
-@_guarded
+@bench_app.command("pipeline", epilog=EXIT_CODES)
+@guarded
 def bench_pipeline(
     blocks: Annotated[int, typer.Option(help="Blocks of the model.", metavar="N")] = 24,
     params_per_block: Annotated[
@@ -438,7 +395,7 @@ def bench_pipeline(
 
 
 @app.command()
-@_guarded
+@guarded
 def env(as_json: JsonOut = False, debug: Debug = False) -> None:
     """Print versions, GPU, memory, cores and settings of this machine: for a bug report."""
     from hf_offload import environment, report

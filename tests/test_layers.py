@@ -33,7 +33,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     ),
     "cli": (
         ("cli", "launch", "recipe", "recipes", "strict_yaml", "models", "model_shapes", "data", "training", "planning",
-         "report", "environment", "bench", "timeline_plot"),
+         "report", "environment", "bench", "timeline_plot", "command", "checkpoint_cli", "checkpoint_model",
+         "checkpoint_report"),
         frozenset({"numpy", "torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "yaml",
                    "rich", "typer", "click"}),
     ),

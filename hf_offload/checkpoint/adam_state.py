@@ -14,6 +14,8 @@ from hf_offload.checkpoint import torch_file
 from hf_offload.errors import CheckpointError, explain
 
 OPTIMIZER = "optimizer.pt"
+FILES = (OPTIMIZER, "optimizer.bin")
+"""The Trainer's name for it, and accelerate's."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _REMEDY = "Give a checkpoint whose optimizer is Adam, AdamW or OffloadAdam"
 
@@ -94,13 +96,17 @@ class AdamState:
         return {"state": state, "param_groups": groups}
 
 
-def read(folder: Path) -> AdamState:
-    """The state in a folder's `optimizer.pt`; its tensors are views of the file.
+def find(folder: Path) -> Path | None:
+    """The file with the optimizer's state; None: there is none."""
+    return next((folder / name for name in FILES if (folder / name).is_file()), None)
+
+
+def read(path: Path) -> AdamState:
+    """The state in a file; its tensors are views of it.
 
     Raises:
         CheckpointError: the file is missing or damaged, or another optimizer's.
     """
-    path = folder / OPTIMIZER
     return parse(str(path), torch_file.read(path))
 
 

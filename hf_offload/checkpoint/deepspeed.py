@@ -168,7 +168,7 @@ def read(folder: Path) -> DeepSpeedCheckpoint:
     said: list[str] = []
     groups = [
         _group(inner, layout, [_partition(path, rank, g) for path, rank in zip(files, saved)],
-               _settings(files[0], saved[0], g), said)
+               _settings(files[0], saved[0], g, _optimizer_config(model)), said)
         for g, layout in enumerate(_layouts(inner / MODEL_FILE, model, saved[0]))
     ]  # fmt: skip
     scaler = saved[0].get("loss_scaler")
@@ -279,12 +279,16 @@ def _layouts(path: Path, model: Mapping[str, Any], saved: Mapping[str, Any]) -> 
     return found
 
 
-def _settings(path: Path, saved: Mapping[str, Any], g: int) -> dict[str, Any]:
+def _settings(path: Path, saved: Mapping[str, Any], g: int, config: Mapping[str, Any]) -> dict[str, Any]:
     group = _base_group(path, saved, g)
     settings = {key: value for key, value in group.items() if key not in ("params", "step", "param_names")}
     if not isinstance(settings.get("lr"), (int, float, Tensor)) or not isinstance(settings.get("betas"), (tuple, list)):
         raise _other_kind(path, f"group {g} has the settings {sorted(settings)}: an optimizer that is not Adam")
-    return settings
+    if not settings.pop("bias_correction", True):
+        raise _other_kind(path, "bias_correction=false")
+    # DeepSpeed's own Adams keep the kind of decay outside of their state; their default, too, is AdamW's
+    decoupled = str(config.get("type", "")).lower() == "adamw" or config.get("adam_w_mode", True)
+    return {"decoupled_weight_decay": bool(decoupled), **settings}
 
 
 def _base_group(path: Path, saved: Mapping[str, Any], g: int) -> Mapping[str, Any]:
@@ -394,6 +398,14 @@ def _round_robin(model: Mapping[str, Any]) -> bool:
     config = model.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     return bool(zero.get("round_robin_gradients")) if isinstance(zero, Mapping) else False
+
+
+def _optimizer_config(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`optimizer` of DeepSpeed's configuration, flat; empty where the optimizer was made outside of it."""
+    config = model.get("ds_config")
+    optimizer = config.get("optimizer") if isinstance(config, Mapping) else None
+    params = optimizer.get("params") if isinstance(optimizer, Mapping) else None
+    return {**(params if isinstance(params, Mapping) else {}), **(optimizer if isinstance(optimizer, Mapping) else {})}
 
 
 def _half(model: Mapping[str, Any]) -> bool:

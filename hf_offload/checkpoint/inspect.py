@@ -81,7 +81,7 @@ def check_folder(folder: Path) -> None:
     """
     if not folder.is_dir():
         raise FileNotFoundError(2, "No such folder: give a checkpoint, as outputs/checkpoint-100", str(folder))
-    known = (adam_state.OPTIMIZER, manifest.NAME, deepspeed.LATEST, TRAINER_STATE, weights.INDEX, weights.WEIGHTS,
+    known = (*adam_state.FILES, manifest.NAME, deepspeed.LATEST, TRAINER_STATE, weights.INDEX, weights.WEIGHTS,
              weights.ADAPTER)  # fmt: skip
     if not any((folder / name).exists() for name in known) and not any(folder.glob("*_optim_states.pt")):
         inside = sorted(p.name for p in folder.glob("checkpoint-*") if p.is_dir())
@@ -170,10 +170,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _optimizer(folder: Path) -> tuple[str, AdamState | None, list[str]]:
-    if (folder / adam_state.OPTIMIZER).is_file():
-        saved = torch_file.read(folder / adam_state.OPTIMIZER)
+    path = adam_state.find(folder)
+    if path is not None:
+        saved = torch_file.read(path)
         try:
-            state = adam_state.parse(str(folder / adam_state.OPTIMIZER), saved)
+            state = adam_state.parse(str(path), saved)
         except CheckpointError as error:
             return "another optimizer", None, [str(error)]
         return ("OffloadAdam" if state.has_masters else "AdamW"), state, []
@@ -181,7 +182,11 @@ def _optimizer(folder: Path) -> tuple[str, AdamState | None, list[str]]:
         found = deepspeed.read(folder)
         notes = [f"Saved by DeepSpeed {found.version} on {found.ranks} ranks at step {found.global_step}.", *found.said]
         return f"DeepSpeed ZeRO-{found.stage}", found.state, notes
-    return "weights only", None, ["No optimizer state: to resume from here starts Adam anew, at step 0."]
+    return (
+        "weights only",
+        None,
+        ["No optimizer state that can be read here: a resume would start Adam anew, at step 0."],
+    )
 
 
 def _scaler(folder: Path) -> dict[str, Any] | None:

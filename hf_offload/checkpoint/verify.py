@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,12 @@ from torch import Tensor
 from hf_offload.checkpoint import adam_state, deepspeed, inspect, manifest, torch_file, weights
 from hf_offload.checkpoint.adam_state import MOMENTS, AdamState
 from hf_offload.checkpoint.manifest import Damage
+from hf_offload.checkpoint.names import UNKNOWN, Model, named, weight_of
 from hf_offload.checkpoint.weights import Weight
 from hf_offload.errors import CheckpointError, explain
 
 PART = 1 << 22
 """Elements that are compared at once: 16 MiB of fp32."""
-
-Names = Callable[[AdamState, Mapping[str, Weight]], Sequence[Sequence[str]] | None]
-"""Finds the names of a state's parameters, of each group in order; None: it cannot tell."""
-
-
-def no_names(state: AdamState, listed: Mapping[str, Weight]) -> None:
-    """The `Names` that never knows."""
-    return None
 
 
 @dataclass
@@ -53,12 +46,12 @@ class Verdict:
         return {"whole": self.whole, **asdict(self)}
 
 
-def verify(folder: Path, told: Callable[[int], None] | None = None, names: Names = no_names) -> Verdict:
+def verify(folder: Path, told: Callable[[int], None] | None = None, model: Model = UNKNOWN) -> Verdict:
     """Look at every file. Nothing is executed, and no file is held in memory whole.
 
     Args:
         told: called with a number of bytes whenever so many more have been read.
-        names: for checkpoints that do not say to which parameter a state belongs.
+        model: for checkpoints that do not say to which parameter a state belongs.
 
     Raises:
         FileNotFoundError: it is no checkpoint.
@@ -68,7 +61,7 @@ def verify(folder: Path, told: Callable[[int], None] | None = None, names: Names
     _files(folder, verdict, told)
     if verdict.whole:
         try:
-            _inside(folder, verdict, names)
+            _inside(folder, verdict, model)
         except CheckpointError as error:
             verdict.damages.append(Damage("the checkpoint", str(error)))
     if not verdict.whole:
@@ -127,7 +120,11 @@ def _names_in(folder: Path) -> Iterator[str]:
 def _file(path: Path) -> None:
     """What a file can tell of itself."""
     if path.suffix in (".pt", ".pth", ".bin"):
+        if path.stat().st_size == 0:
+            raise CheckpointError(explain("file", str(path), "it is empty", manifest.remedy_for(path.parent)))
         torch_file.check_zip(path)
+        if path.name in (inspect.SCALER, inspect.SCHEDULER, *adam_state.FILES):
+            torch_file.read(path)
     elif path.suffix == ".safetensors":
         weights.header(path)
     elif path.suffix == ".json" and path.name in (inspect.TRAINER_STATE, weights.INDEX, "config.json"):
@@ -137,64 +134,33 @@ def _file(path: Path) -> None:
 # ---- what is in them
 
 
-def _inside(folder: Path, verdict: Verdict, names: Names) -> None:
+def _inside(folder: Path, verdict: Verdict, model: Model) -> None:
     listed = weights.listed(folder)
-    for small in (inspect.SCALER, inspect.SCHEDULER):
-        if (folder / small).is_file():
-            torch_file.read(folder / small)
-    inspect.trainer_state(folder)
     state = _state(folder, verdict)
     if state is None:
         return
     _finite(state, verdict)
-    named = name(folder, state, listed, names)
-    if named is None:
+    known = named(folder, state, listed, model)
+    if known is None:
         verdict.notes.append("Whose state is whose cannot be told here (the checkpoint has no names of parameters), so "
                              "weights and state were not compared.")  # fmt: skip
         return
-    _compare(named, listed, verdict)
+    _compare(known, listed, verdict)
 
 
 def _state(folder: Path, verdict: Verdict) -> AdamState | None:
-    if (folder / adam_state.OPTIMIZER).is_file():
-        saved = torch_file.read(folder / adam_state.OPTIMIZER)
+    path = adam_state.find(folder)
+    if path is not None:
+        saved = torch_file.read(path)
         try:
-            return adam_state.parse(str(folder / adam_state.OPTIMIZER), saved)
+            return adam_state.parse(str(path), saved)
         except CheckpointError as error:
             verdict.notes.append(f"The optimizer's state could be read but not checked: {error}")
             return None
     if deepspeed.folder_of(folder) is not None:
         return deepspeed.read(folder).state
-    verdict.notes.append("It holds weights only: to resume from here starts Adam anew, at step 0.")
+    verdict.notes.append("It has no optimizer state that can be read here: a resume would start Adam anew, at step 0.")
     return None
-
-
-def name(folder: Path, state: AdamState, listed: Mapping[str, Weight], names: Names) -> AdamState | None:
-    """The state with the names of its parameters: its own, the manifest's, or those that `names` finds.
-
-    Raises:
-        CheckpointError: the manifest is damaged, or says other groups than the state has.
-    """
-    if state.named:
-        return state
-    written = manifest.read(folder)
-    if written is not None and written.optimizer is not None:
-        try:
-            rows = [group["parameters"] for group in written.optimizer["groups"]]
-            found = [[row["name"] for row in group] for group in rows]
-            shapes = {row["name"]: tuple(row["shape"]) for group in rows for row in group}
-        except (KeyError, TypeError, AttributeError) as error:
-            cause = f"its table of parameters is damaged: {error!r}"
-            raise CheckpointError(
-                explain("file", str(folder / manifest.NAME), cause, manifest.remedy_for(folder))
-            ) from None
-        if all(isinstance(n, str) for group in found for n in group):
-            if not state.fits(found, shapes):
-                cause = f"{adam_state.OPTIMIZER} has other parameters than {manifest.NAME} says"
-                raise CheckpointError(explain("checkpoint", str(folder), cause, manifest.remedy_for(folder)))
-            return state.with_names(found)
-    guess = names(state, listed)
-    return None if guess is None else state.with_names(guess)
 
 
 def _finite(state: AdamState, verdict: Verdict) -> None:
@@ -251,13 +217,6 @@ def unlike(master: Tensor, weight: Tensor) -> int:
         rounded = high.to(low.dtype)
         count += int(((rounded != low) & ~(torch.isnan(rounded) & torch.isnan(low))).sum())
     return count
-
-
-def weight_of(parameter: str, listed: Mapping[str, Weight]) -> Weight | None:
-    """A parameter's weight. PEFT leaves the adapter's own name ("default") out of the names in its files."""
-    if parameter in listed:
-        return listed[parameter]
-    return listed.get(parameter.replace(".modules_to_save.default.", ".").replace(".default.", "."))
 
 
 def parts(t: Tensor) -> Iterator[Tensor]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +70,21 @@ class Weight:
         if self.numel == 0:
             return torch.empty(self.shape, dtype=dtype)
         try:
-            mapped = torch.from_file(str(self.file), shared=False, size=self.stop, dtype=torch.uint8)
-        except (OSError, RuntimeError) as error:
-            raise _damaged(self.file, f"it cannot be read: {str(error).splitlines()[0]}") from None
-        part = mapped[self.start : self.stop]
+            status = self.file.stat()
+            mapped = _mapped(self.file, status.st_mtime_ns, status.st_size)
+            # its storage is this tensor's bytes alone: torch.save writes a storage whole
+            part = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.start, count=self.stop - self.start)
+        except (OSError, ValueError) as error:
+            raise _damaged(self.file, f"it cannot be read: {error}") from None
         if self.start % dtype.itemsize:  # headers of other writers need not be padded
             part = part.clone()
         return part.view(dtype).view(self.shape)
+
+
+@lru_cache(maxsize=4)
+def _mapped(file: Path, changed_ns: int, size: int) -> mmap.mmap:
+    with file.open("rb") as opened:
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants memory that it could write to
 
 
 def files(folder: Path) -> list[Path]:

@@ -155,6 +155,31 @@ def test_fp16s_loss_scale_and_a_step_kept_in_the_group_are_read(copied: Any) -> 
     assert all("step" not in group.settings for group in found.state.groups)
 
 
+@pytest.mark.parametrize(
+    ("config", "decoupled"),
+    [
+        ({"type": "AdamW", "params": {}}, True),
+        ({"type": "Adam", "params": {}}, True),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, False),
+    ],
+)
+def test_the_kind_of_decay_of_deepspeeds_own_adams_is_read_from_its_configuration(
+    copied: Any, config: dict[str, Any], decoupled: bool
+) -> None:
+    folder = copied(REAL[0])
+
+    def fused(whole: Any) -> None:
+        for group in whole["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+            del group["decoupled_weight_decay"]
+            group["bias_correction"] = True
+
+    for path in optimizer_files(folder):
+        rewritten(path, fused)
+    rewritten(folder / "global_step3" / deepspeed.MODEL_FILE, lambda w: w["ds_config"].update(optimizer=config))
+    for group in deepspeed.read(folder).state.groups:
+        assert group.settings["decoupled_weight_decay"] is decoupled and "bias_correction" not in group.settings
+
+
 # ---- what cannot be read is refused, with the file and a remedy
 
 
@@ -182,6 +207,11 @@ def lions(whole: Any) -> None:
         del entry["exp_avg_sq"]
 
 
+def uncorrected(whole: Any) -> None:
+    for group in whole["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+        group["bias_correction"] = False
+
+
 def another_step(whole: Any) -> None:
     for entry in whole["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
         entry["step"] = torch.tensor(2.0)
@@ -203,6 +233,7 @@ def another_step(whole: Any) -> None:
         (swapped_names, "order of its parameters"),
         (lions, "not Adam's"),
         (another_step, "different steps"),
+        (uncorrected, "bias_correction=false"),
     ],
 )
 def test_what_does_not_fit_is_refused(copied: Any, change: Callable[[Any], None], words: str) -> None:
