@@ -265,7 +265,7 @@ class Pipeline:
 
 
 def _name(step: _Step, k: int) -> str:
-    return step.delivered[k].name if k < len(step.delivered) else "the end of the step"
+    return step.delivered[k].name if 0 <= k < len(step.delivered) else "the end of the step"
 
 
 def _failed(error: BaseException) -> StateError:

@@ -56,7 +56,7 @@ class Bell:
                 if not alive():
                     return reached()
                 if left > 0:
-                    _listen(box, min(left, LOOK_S))
+                    _listen(box, left, alive)
                 elif moved() != seen:
                     seen, since = moved(), time.monotonic()
                 else:
@@ -66,11 +66,14 @@ class Bell:
             self._boxes.remove(entry)
 
 
-def _listen(box: queue.SimpleQueue[None], seconds: float) -> None:
-    try:
-        box.get(timeout=seconds)
-    except queue.Empty:
-        return
+def _listen(box: queue.SimpleQueue[None], seconds: float, alive: Callable[[], bool]) -> None:
+    until = time.monotonic() + seconds
+    while alive() and (left := until - time.monotonic()) > 0:
+        try:
+            box.get(timeout=min(left, LOOK_S))
+            return
+        except queue.Empty:
+            continue
 
 
 def _true_or_raises(reached: Callable[[], bool]) -> bool:

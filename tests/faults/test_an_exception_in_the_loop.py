@@ -1,5 +1,5 @@
-"""An error of the user's, wherever it comes: the failed micro-batch is dropped, training goes on with the bits of a run in
-which it never was, and nothing is kept of it."""
+"""An error of the user's, wherever it comes: the failed micro-batch is dropped, training goes on with the bits of a run
+in which it never was, and nothing is kept of it."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ KINDS = (Boom, ConfigError, StateError, torch.OutOfMemoryError)
 @pytest.mark.parametrize("when", ["at first", "in the middle"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_training_goes_on_as_if_it_had_never_been(fault: str, when: str, mode: str) -> None:
-    """The second micro-batch of a step fails; both are tried again. At first: state is not yet allocated, or just so."""
+    """The second micro-batch of a step fails; both are tried again. At first: state is allocated just then."""
     model, data = TinyLM(), batches()
     optimizer = optimizer_of(model, settings(mode))
     before = 0 if when == "at first" else 3
@@ -186,7 +186,7 @@ def test_a_scheduler_that_raises_after_the_step(mode: str) -> None:
 
 @every_mode
 def test_nothing_of_a_failed_backward_is_kept(mode: str) -> None:
-    """The error itself may be kept, as a notebook keeps the last one: gradients, model and optimizer go all the same."""
+    """Its error may be kept, as a notebook keeps the last one: gradients, model and optimizer go all the same."""
     model, data = TinyLM(), batches()
     optimizer = optimizer_of(model, settings(mode))
     learn(model, optimizer, data, 1)

@@ -99,7 +99,7 @@ torch.set_num_threads(1)
 model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
 
 def make(**given):
-    given = {"schedule": "overlapped", "bucket_bytes": 4096, "link_latency_us": 20_000, "threads": 1, **given}
+    given = {"schedule": "overlapped", "bucket_bytes": 4096, "link_latency_us": 5_000, "threads": 1, **given}
     return OffloadAdam(model.parameters(), config=OffloadConfig(**given), model=model)
 
 def step(optimizer, count=1):
@@ -108,13 +108,13 @@ def step(optimizer, count=1):
         optimizer.step()
         optimizer.zero_grad()
 """
-"""A model, and steps that take about a tenth of a second each: whatever comes next comes in the middle of one."""
+"""A model, and steps that take tens of milliseconds each: whatever comes next comes in the middle of one."""
 
 
-def start(code: str, folder: Path, preamble: str = PREAMBLE) -> subprocess.Popen[str]:
-    """A Python program of its own, in `folder`, without our settings of the environment."""
+def start(code: str, folder: Path, *args: str) -> subprocess.Popen[str]:
+    """A Python program of its own, in `folder`: the preamble, then `code`."""
     return subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", "-c", preamble + code], cwd=folder, text=True,
+        [sys.executable, "-X", "faulthandler", "-c", PREAMBLE + code, *args], cwd=folder, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
