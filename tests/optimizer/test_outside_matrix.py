@@ -360,3 +360,31 @@ def test_safetensors_and_accelerate_load_a_file(mode: str, tmp_path: Path) -> No
         pair.write(from_file(read), wait=False)
         pair.steps(2)
         pair.check()
+
+
+@every_mode
+@pytest.mark.parametrize("hidden", [True, False])
+def test_a_write_to_what_is_frozen_for_some_steps(hidden: bool, mode: str) -> None:
+    """Its state waits for it; when it is trained again it goes on from what was written."""
+    pair = Pair(mode, "bfloat16")
+    pair.steps(3)
+    pair.write(lambda model: model.head.requires_grad_(False))
+    pair.step()
+    pair.write(lambda model: (data_mul if hidden else in_place)(model.head))
+    pair.step()
+    pair.write(lambda model: model.head.requires_grad_(True), wait=False)
+    pair.steps(2)
+    pair.check()
+
+
+@every_mode
+@each(data_mul, data_of_one_element)
+def test_what_is_written_past_the_version_counter_without_any_wait_is_lost_and_nothing_else(
+    how: Write, mode: str
+) -> None:
+    """README's limit. The masters, the moments and the weights after the next step are those of the run without it."""
+    pair = Pair(mode, "bfloat16")
+    pair.steps(4)
+    how(pair.model)
+    pair.steps(2)
+    pair.check()
