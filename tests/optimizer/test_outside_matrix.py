@@ -252,11 +252,13 @@ def test_a_write_during_an_accumulation(how: Write, at: str, mode: str) -> None:
 
 
 @every_mode
-@each(*LOADS)
-def test_a_state_dict_is_loaded_without_any_wait(how: Write, mode: str) -> None:
-    pair = Pair(mode, "bfloat16")
+@pytest.mark.parametrize("part", ["", "head", "blocks"])
+def test_a_state_dict_is_loaded_without_any_wait(part: str, mode: str) -> None:
+    """Nobody has asked for the weights in between, a `state_dict` either: what is under way must not win."""
+    pair = Pair(mode, "bfloat16", link_latency_us=1000)
+    values = changed(pair.other.get_submodule(part).state_dict())
     pair.steps(4)
-    pair.write(how, wait=False)
+    pair.write(lambda model: model.get_submodule(part).load_state_dict(values), wait=False)
     pair.steps(2)
     pair.check()
 
@@ -360,3 +362,31 @@ def test_safetensors_and_accelerate_load_a_file(mode: str, tmp_path: Path) -> No
         pair.write(from_file(read), wait=False)
         pair.steps(2)
         pair.check()
+
+
+@every_mode
+@pytest.mark.parametrize("hidden", [True, False])
+def test_a_write_to_what_is_frozen_for_some_steps(hidden: bool, mode: str) -> None:
+    """Its state waits for it; when it is trained again it goes on from what was written."""
+    pair = Pair(mode, "bfloat16")
+    pair.steps(3)
+    pair.write(lambda model: model.head.requires_grad_(False))
+    pair.step()
+    pair.write(lambda model: (data_mul if hidden else in_place)(model.head))
+    pair.step()
+    pair.write(lambda model: model.head.requires_grad_(True), wait=False)
+    pair.steps(2)
+    pair.check()
+
+
+@every_mode
+@each(data_mul, data_of_one_element)
+def test_what_is_written_past_the_version_counter_without_any_wait_is_lost_and_nothing_else(
+    how: Write, mode: str
+) -> None:
+    """README's limit. The masters, the moments and the weights after the next step are those of the run without it."""
+    pair = Pair(mode, "bfloat16")
+    pair.steps(4)
+    how(pair.model)
+    pair.steps(2)
+    pair.check()

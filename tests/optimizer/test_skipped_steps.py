@@ -220,6 +220,17 @@ def test_a_run_in_which_every_step_is_skipped_is_told_of_with_rising_counts(capl
     assert optimizer.stats().skipped_steps == 40
 
 
+def test_a_step_that_is_taken_ends_the_row(caplog: pytest.LogCaptureFixture) -> None:
+    (p,) = make_params(shapes=[(3,)])
+    optimizer = offload([p])
+    for bad in (True, False, True):
+        p.grad = torch.full((3,), math.nan if bad else 1.0)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    assert "step 1 is" in warned(caplog)[0] and "1 skipped so far, 1 in a row" in warned(caplog)[0]
+    assert "step 3 is" in warned(caplog)[1] and "2 skipped so far, 1 in a row" in warned(caplog)[1]
+
+
 def test_many_in_a_row_are_told_of_though_there_were_some_before() -> None:
     skips = Skips()
     for _ in range(1000):
