@@ -57,7 +57,7 @@ PLANTED = (
             "if not param_group[\"params\"]:\n    return\nsuper().add_param_group(param_group)\ngroup = "),
     # ---- 6.2: no race
     Planted("a forward does not wait for its weights",
-            D6 + "a_forward_does_not_read_the_weights_of_the_step_before" + on("overlapped"), ENGINE,
+            D6 + "a_forward_does_not_read_the_weights_of_the_step_before[overlapped]", ENGINE,
             "(*self._unguarded(), *self.gates.needs_of(guard))", "()"),
     Planted("a gradient's event is not awaited",
             D6 + "the_host_step_does_not_read_a_gradient_that_is_still_being_copied" + on("overlapped"), SCHEDULES,

@@ -280,7 +280,7 @@ class Duel:
         self.norms.append(self.optimizer.last_grad_norm)
 
     def step(self, zero: bool = True) -> None:
-        for each in self.both:
+        for each in (self.oracle, self.optimizer):  # ours last: the next forward follows at once
             each.step()
             if zero:
                 each.zero_grad()
