@@ -21,7 +21,7 @@ both_sizes = pytest.mark.parametrize("examples", [50, pytest.param(1500, marks=p
 def examples_of(examples: int, **more: Any) -> settings:
     return settings(
         max_examples=examples,
-        derandomize=examples < 1000,
+        derandomize=examples < 500,
         print_blob=True,
         database=None,
         deadline=None,
