@@ -56,7 +56,7 @@ PLANTED = (
     Planted("a file is hashed in another order than it is written",
             FOLDER + "test_a_file_is_hashed_while_it_is_written",
             DIGEST, "hashed = self._hasher.submit(self._hash.update, part)",
-            "hashed = self._hasher.submit(self._hash.update, part[::-1])"),
+            "hashed = self._hasher.submit(self._hash.update, bytes(part[::-1]))"),
     # ---- verifying
     Planted("a checkpoint is loaded unverified", TRAINER + "test_a_damaged_checkpoint_is_refused[optimizer.pt-flipped]",
             COMPAT, "found = manifest.verify(folder) if first else manifest.read(folder)\nfor",

@@ -72,10 +72,10 @@ def test_the_name_appears_only_when_all_is_written(lab: Any, monkeypatch: pytest
 
 
 def test_best_model_and_rotation_are_as_ever(lab: Any, tools: Any) -> None:
-    more = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
+    more = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 2}
     kept = {}
     for optim in ("offload_adam", "adamw_torch"):
-        trainer = lab.trainer(optim=optim, learning_rate=0.3, **{**EVERY_STEP, **more, "max_steps": 4})
+        trainer = lab.trainer(optim=optim, learning_rate=0.3, **{**EVERY_STEP, **more, "max_steps": 5})
         trainer.train()
         best = Path(trainer.state.best_model_checkpoint)
         last = json.loads((Path(get_last_checkpoint(trainer.args.output_dir)) / "trainer_state.json").read_text())
