@@ -23,7 +23,7 @@ from hf_offload.checkpoint.adam_state import AdamState, Group, Parameter
 from hf_offload.checkpoint.digest import Digest
 from hf_offload.checkpoint.names import UNKNOWN, Model, in_file, named
 from hf_offload.checkpoint.staging import Staged
-from hf_offload.checkpoint.verify import unlike
+from hf_offload.checkpoint.verify import check_files, unlike
 from hf_offload.errors import CheckpointError, ConfigError, explain, nearest
 
 Row = tuple[torch.dtype, Sequence[int], Callable[[], Tensor]]
@@ -374,10 +374,11 @@ def _check_output(folder: Path, output: Path) -> None:
 
 
 def _check_whole(folder: Path) -> None:
-    """A damaged source must not become a whole checkpoint: what is read is checked first."""
-    if manifest.verify(folder) is None:
-        for path in sorted((*folder.glob("*.pt"), *(deepspeed.folder_of(folder) or folder).glob("*.pt"))):
-            torch_file.check_zip(path)
+    """A damaged source must not become a checkpoint that its manifest calls whole: every file is checked first."""
+    damages = check_files(folder).damages
+    if damages:
+        cause = "damaged: " + "; ".join(f"{damage.file}: {damage.what}" for damage in damages)
+        raise CheckpointError(explain("checkpoint", str(folder), cause, manifest.remedy_for(folder)))
 
 
 def _copy(source: Source, folder: Path, told: Callable[[int], None] | None) -> dict[str, Digest]:

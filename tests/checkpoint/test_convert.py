@@ -369,6 +369,8 @@ def flip(folder: Path) -> None:
         (edit(lambda s: s["state"][0].update(step=-1)), "not a count"),
         (edit(lambda s: s["state"].update({99: s["state"][0]})), "no group has"),
         (edit(lambda s: s["param_groups"][0].pop("params")), "no list 'params'"),
+        (lambda f: (f / "trainer_state.json").write_text("{"), r"trainer_state\.json"),
+        (lambda f: (f / "scheduler.pt").write_bytes(b""), r"scheduler\.pt"),
         (flip, r"optimizer\.pt.*CRC-32"),
     ],
 )
@@ -386,7 +388,7 @@ def test_a_source_that_its_manifest_does_not_fit_is_refused(tmp_path: Path) -> N
     )
     path = tmp_path / "there" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"!")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors has other bytes"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: has other bytes"):
         convert.convert(tmp_path / "there", "adamw", tmp_path / "back")
 
 
