@@ -438,7 +438,10 @@ def _other_kind(path: Path, what: str) -> CheckpointError:
 def files_in(folder: Path) -> Iterator[Path]:
     """What of a checkpoint's folder is DeepSpeed's own and means nothing without it."""
     inner = folder_of(folder)
-    if inner is None or inner == folder:
+    if inner is None:
         return
-    yield inner
+    if inner == folder:
+        yield from folder.glob("*_states.pt")
+    else:
+        yield inner
     yield from (folder / name for name in (LATEST, "zero_to_fp32.py", "zero_to_torch.py"))
