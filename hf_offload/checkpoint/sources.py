@@ -91,21 +91,18 @@ def _deepspeeds(folder: Path, model: Model) -> Source:
         kept = {name: t for name, t in found.weights.items() if name not in found.shared}
         files = {weights.WEIGHTS: {name: (t.dtype, tuple(t.shape), partial(_itself, t)) for name, t in kept.items()}}
         said.append(f"{weights.WEIGHTS} was missing, and is written from {deepspeed.MODEL_FILE}.")
-    scheduler = None
-    if not (folder / inspect.SCHEDULER).is_file():
-        if found.scheduler is not None and "last_epoch" in found.scheduler:
-            scheduler = found.scheduler
-            said.append(f"{inspect.SCHEDULER} is written from {deepspeed.MODEL_FILE}.")
-        else:
-            said.append(
-                f"There is no {inspect.SCHEDULER}, since DeepSpeed stepped a scheduler of its own: the Trainer's "
-                "begins at its start, so choose its settings for the steps that are left."
-            )
     if found.loss_scale is not None and not (folder / inspect.SCALER).is_file():
         said.append(
             f"fp16's loss scale was {found.loss_scale:g}; the Trainer's GradScaler begins at 65536 and finds its own."
         )
     state, how = _trainers_groups(found.state, model)
+    scheduler = None
+    if not (folder / inspect.SCHEDULER).is_file():
+        scheduler = _trainers_scheduler(state)
+        said.append(
+            f"DeepSpeed stepped a scheduler of its own; the {inspect.SCHEDULER} written here sets the Trainer's to "
+            f"step {scheduler['last_epoch']} of its own schedule: give it a learning_rate and lr_scheduler_type to match."
+        )
     left_out = frozenset(path.name for path in deepspeed.files_in(folder))
     kind = f"DeepSpeed ZeRO-{found.stage}"
     return Source(folder, kind, state, adam_state.OPTIMIZER, files, left_out, scheduler, (*said, *how))
@@ -127,6 +124,13 @@ def _check_masters(folder: Path, found: deepspeed.DeepSpeedCheckpoint) -> None:
             continue
         remedy = "Please report it, with the version of DeepSpeed and its configuration"
         raise CheckpointError(explain("DeepSpeed checkpoint", str(folder), cause, remedy))
+
+
+def _trainers_scheduler(state: AdamState) -> dict[str, Any]:
+    """What the Trainer's LambdaLR loads: how many steps were taken; its base rates and its function stay its own."""
+    taken = max((int(p.entry["step"]) for p in state.parameters() if p.entry), default=0)
+    rates = [float(group.settings["lr"]) for group in state.groups]
+    return {"last_epoch": taken, "_step_count": taken + 1, "_last_lr": rates, "lr_lambdas": [None] * len(rates)}
 
 
 def _trainers_groups(state: AdamState, model: Model) -> tuple[AdamState, tuple[str, ...]]:

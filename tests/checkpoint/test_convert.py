@@ -297,7 +297,7 @@ def test_deepspeeds_weights_are_written_where_the_trainer_left_none(tmp_path: Pa
 
 def test_the_folder_inside_is_enough(tmp_path: Path) -> None:
     convert.convert(DATA / REAL[0] / "global_step3", "offload_adam", tmp_path / "new")
-    assert set(bytes_of(tmp_path / "new")) == {"model.safetensors", "optimizer.pt", manifest.NAME}
+    assert set(bytes_of(tmp_path / "new")) == {"model.safetensors", "optimizer.pt", "scheduler.pt", manifest.NAME}
     convert.convert(DATA / REAL[0], "offload_adam", tmp_path / "whole")
     assert same(state_of(tmp_path / "new"), state_of(tmp_path / "whole"))
 
