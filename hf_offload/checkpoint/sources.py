@@ -101,7 +101,7 @@ def _deepspeeds(folder: Path, model: Model) -> Source:
         scheduler = _trainers_scheduler(state)
         said.append(
             f"DeepSpeed stepped a scheduler of its own; the {inspect.SCHEDULER} written here sets the Trainer's to "
-            f"step {scheduler['last_epoch']} of its own schedule: give it a fitting learning_rate and lr_scheduler_type."
+            f"step {scheduler['last_epoch']} of its schedule: give it a fitting learning_rate and lr_scheduler_type."
         )
     left_out = frozenset(path.name for path in deepspeed.files_in(folder))
     kind = f"DeepSpeed ZeRO-{found.stage}"
