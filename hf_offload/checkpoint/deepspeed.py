@@ -76,7 +76,6 @@ class DeepSpeedCheckpoint:
         state: with names and fp32 masters; groups and order are those of the optimizer that DeepSpeed was given.
         weights: the model's 16-bit (or fp32) weights and buffers by name, as views of the file.
         shared: names of tied weights -> the name under which their parameter is held.
-        scheduler: the state of a scheduler that DeepSpeed itself stepped.
         loss_scale: of fp16 training; None where there is none.
         said: what was converted on the way, in words.
     """
@@ -88,7 +87,6 @@ class DeepSpeedCheckpoint:
     state: AdamState
     weights: Mapping[str, Tensor]
     shared: Mapping[str, str]
-    scheduler: Mapping[str, Any] | None
     loss_scale: float | None
     said: tuple[str, ...]
 
@@ -173,7 +171,6 @@ def read(folder: Path) -> DeepSpeedCheckpoint:
     ]  # fmt: skip
     scaler = saved[0].get("loss_scaler")
     shared, weights = model.get("shared_params") or {}, _need(inner / MODEL_FILE, model, "module", dict)
-    scheduler = model.get("lr_scheduler")
     return DeepSpeedCheckpoint(
         stage=stage,
         version=str(model.get("ds_version", "unknown")),
@@ -182,7 +179,6 @@ def read(folder: Path) -> DeepSpeedCheckpoint:
         state=AdamState(tuple(groups)),
         weights={name: t for name, t in weights.items() if isinstance(name, str) and isinstance(t, Tensor)},
         shared={str(key): str(value) for key, value in shared.items()} if isinstance(shared, Mapping) else {},
-        scheduler=scheduler if isinstance(scheduler, Mapping) else None,
         loss_scale=scaler.scale if isinstance(scaler, _LossScaler) and _half(model) else None,
         said=tuple(dict.fromkeys(said)),
     )
@@ -438,7 +434,10 @@ def _other_kind(path: Path, what: str) -> CheckpointError:
 def files_in(folder: Path) -> Iterator[Path]:
     """What of a checkpoint's folder is DeepSpeed's own and means nothing without it."""
     inner = folder_of(folder)
-    if inner is None or inner == folder:
+    if inner is None:
         return
-    yield inner
+    if inner == folder:
+        yield from folder.glob("*_states.pt")
+    else:
+        yield inner
     yield from (folder / name for name in (LATEST, "zero_to_fp32.py", "zero_to_torch.py"))

@@ -57,8 +57,7 @@ def verify(folder: Path, told: Callable[[int], None] | None = None, model: Model
         FileNotFoundError: it is no checkpoint.
     """
     inspect.check_folder(folder)
-    verdict = Verdict(str(folder))
-    _files(folder, verdict, told)
+    verdict = check_files(folder, told)
     if verdict.whole:
         try:
             _inside(folder, verdict, model)
@@ -77,12 +76,14 @@ def bytes_to_read(folder: Path) -> int:
 # ---- file by file
 
 
-def _files(folder: Path, verdict: Verdict, told: Callable[[int], None] | None) -> None:
+def check_files(folder: Path, told: Callable[[int], None] | None = None) -> Verdict:
+    """Each file against the manifest, or without one against itself."""
+    verdict = Verdict(str(folder))
     try:
         written = manifest.read(folder)
     except CheckpointError as error:
         verdict.damages.append(Damage(manifest.NAME, str(error)))
-        return
+        return verdict
     if written is not None:
         verdict.damages.extend(manifest.damages(folder, written, told=told))
         total = sum(d.bytes for d in written.files.values())
@@ -91,7 +92,7 @@ def _files(folder: Path, verdict: Verdict, told: Callable[[int], None] | None) -
         if extra:
             verdict.notes.append(f"{len(extra)} files were put here later, and nothing vouches for them: "
                                  f"{', '.join(extra[:5])}")  # fmt: skip
-        return
+        return verdict
     verdict.notes.append(
         "There is no manifest: only what the files say of themselves could be checked (CRC-32 of torch files, length "
         "of safetensors files, JSON). Bytes changed inside a safetensors file would not be noticed, and a missing "
@@ -111,6 +112,7 @@ def _files(folder: Path, verdict: Verdict, told: Callable[[int], None] | None) -
     except CheckpointError:
         pass  # the index, which was named above
     verdict.checked.append("what the files say of themselves")
+    return verdict
 
 
 def _names_in(folder: Path) -> Iterator[str]:

@@ -295,6 +295,13 @@ def test_deepspeeds_weights_are_written_where_the_trainer_left_none(tmp_path: Pa
     assert any("was missing" in said for said in done.said)
 
 
+def test_the_folder_inside_is_enough(tmp_path: Path) -> None:
+    convert.convert(DATA / REAL[0] / "global_step3", "offload_adam", tmp_path / "new")
+    assert set(bytes_of(tmp_path / "new")) == {"model.safetensors", "optimizer.pt", "scheduler.pt", manifest.NAME}
+    convert.convert(DATA / REAL[0], "offload_adam", tmp_path / "whole")
+    assert same(state_of(tmp_path / "new"), state_of(tmp_path / "whole"))
+
+
 def one_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if DeepSpeed had made the optimizer: a single param group."""
     original = deepspeed.read
@@ -369,6 +376,8 @@ def flip(folder: Path) -> None:
         (edit(lambda s: s["state"][0].update(step=-1)), "not a count"),
         (edit(lambda s: s["state"].update({99: s["state"][0]})), "no group has"),
         (edit(lambda s: s["param_groups"][0].pop("params")), "no list 'params'"),
+        (lambda f: (f / "trainer_state.json").write_text("{"), r"trainer_state\.json"),
+        (lambda f: (f / "scheduler.pt").write_bytes(b""), r"scheduler\.pt"),
         (flip, r"optimizer\.pt.*CRC-32"),
     ],
 )
@@ -386,7 +395,7 @@ def test_a_source_that_its_manifest_does_not_fit_is_refused(tmp_path: Path) -> N
     )
     path = tmp_path / "there" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"!")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors has other bytes"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: has other bytes"):
         convert.convert(tmp_path / "there", "adamw", tmp_path / "back")
 
 

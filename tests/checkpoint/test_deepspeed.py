@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import io
 import os
 import pickle
 import random
 import shutil
 import sys
 import types
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -136,6 +138,23 @@ def test_moments_in_16_bit_are_widened_and_that_is_said(copied: Any) -> None:
     for p, q in zip(found.state.parameters(), before.state.parameters()):
         assert p.entry["exp_avg"].dtype == torch.float32
         assert torch.equal(p.entry["exp_avg"], q.entry["exp_avg"].to(torch.bfloat16).float())
+
+
+def test_tensors_saved_on_a_gpu_are_read_without_one(copied: Any) -> None:
+    folder = copied(REAL[1])
+    for path in (folder / "global_step3").iterdir():
+        data = io.BytesIO()
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(data, "w") as new:
+            for record in old.infolist():
+                pickled = old.read(record)
+                if record.filename.endswith("data.pkl"):
+                    moved = pickled.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:0")
+                    assert moved != pickled
+                    pickled = moved
+                new.writestr(record.filename, pickled)
+        path.write_bytes(data.getvalue())
+    for p, q in zip(deepspeed.read(folder).state.parameters(), deepspeed.read(DATA / REAL[1]).state.parameters()):
+        assert p.name == q.name and all(torch.equal(p.entry[what], t) for what, t in q.entry.items())
 
 
 def test_fp16s_loss_scale_and_a_step_kept_in_the_group_are_read(copied: Any) -> None:

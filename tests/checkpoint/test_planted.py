@@ -1,4 +1,4 @@
-"""The list of planted bugs goes with the code: each can be planted, and is caught."""
+"""The lists of planted bugs go with the code: each can be planted, and is caught."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from support.planting import Copy, Planted, check, listed
 
-PLANTED = listed(Path(__file__).with_name("planted.py"))
+PLANTED = [bug for script in ("planted.py", "planted_tools.py") for bug in listed(Path(__file__).with_name(script))]
 every_bug = pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
 
 

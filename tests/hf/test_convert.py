@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,12 @@ class AtTheStart(TrainerCallback):
 
     weights: dict[str, torch.Tensor]
     state: dict[str, dict[str, torch.Tensor]]
+    rates: tuple[int, list[float]]
+    """Steps that the scheduler has taken, and the learning rate of each group."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         inner = kwargs["optimizer"].optimizer
+        self.rates = kwargs["lr_scheduler"].last_epoch, [group["lr"] for group in inner.param_groups]
         self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         self.state = {
             name: {key: torch.as_tensor(t).clone() for key, t in inner.state[p].items()}
@@ -115,3 +119,22 @@ def test_deepspeeds_state_is_what_offload_adam_has_after_a_resume(lab: Any, tmp_
         for what in ("step", *adam_state.MOMENTS, "master"):
             assert torch.equal(seen.state[p.name][what], p.entry[what])
         assert torch.equal(seen.weights[p.name], p.entry["master"].to(torch.bfloat16))
+
+
+def test_a_checkpoint_of_deepspeeds_own_scheduler_goes_on_at_its_step(lab: Any, tmp_path: Path) -> None:
+    name = "zero2_round_robin"
+    source = Path(shutil.copytree(DATA / name, tmp_path / "source"))
+    (source / "scheduler.pt").unlink()
+    done = convert.convert(source, "offload_adam", tmp_path / "checkpoint-3", model=TransformersModel(source))
+    assert any("sets the Trainer's to step 3" in said for said in done.said)
+    model = LlamaForCausalLM(AutoConfig.from_pretrained(DATA / name)).float()
+    args = {**EVERY_STEP, "max_steps": 4}
+    seen = loaded(lab, model, tmp_path / "checkpoint-3", bf16=True, **OFFLOAD, **args)
+    assert seen.rates == (3, [0.0025, 0.0025])
+    data = {"train_dataset": [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 64, "eval_dataset": None}
+    args |= {"learning_rate": 0.02, "max_steps": 5}
+    trainer = lab.trainer(model, more=data, bf16=True, **OFFLOAD, **args)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    # the step after the resume has DeepSpeed's rate, the next the Trainer's: 1/5 of its 0.02 is left
+    logged = [h["learning_rate"] for h in trainer.state.log_history if "learning_rate" in h and h["step"] > 3]
+    assert logged == pytest.approx([0.0025, 0.004])
