@@ -400,6 +400,7 @@ def test_what_is_written_past_the_version_counter_without_any_wait_is_lost_and_n
 
 
 @pytest.mark.parametrize("mode", [m for m in EVERY if m != "delayed"])
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the model takes no tensor
 @pytest.mark.parametrize("where", ["forward", "backward", "gradient"])
 def test_a_write_in_a_hook(where: str, mode: str) -> None:
     """In the middle of forward or backward, when some buckets may have been stepped ahead already."""
