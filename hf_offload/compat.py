@@ -516,8 +516,10 @@ _WHEN_ACTIVE: dict[str, Callable[[Any], None]] = {
     ),
     "accelerate.accelerator": _adapt_accelerator,
 }
-# Code that reads weights outside a forward, so that no hook sees it: module -> class, methods.
+# Code that reads (an EMA also writes) weights outside a forward, so that no hook sees it: module -> class, methods.
 _READERS = {
+    "torch.optim.swa_utils": ("AveragedModel", ("update_parameters",)),
+    "diffusers.training_utils": ("EMAModel", ("step", "copy_to", "store", "restore")),
     "peft.tuners.tuners_utils": ("BaseTuner", ("merge_adapter", "unmerge_adapter", "_unload_and_optionally_merge")),
     "trl.generation.vllm_generation": ("VLLMGeneration", ("sync_weights",)),
     "trl.experimental.online_dpo.online_dpo_trainer": ("OnlineDPOTrainer", ("_move_model_to_vllm",)),

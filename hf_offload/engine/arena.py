@@ -134,7 +134,8 @@ class Arena:
         """Refuse parameters whose elements are no longer those the state was made for.
 
         Raises:
-            StateError: the dtype, the device, the shape or the order of elements in memory changed.
+            StateError: the dtype, the device, the shape or the order of elements in memory changed, or the memory is an
+                inference tensor's, whose writes no version counter tells of.
         """
         for i in indices:
             p = self.params[i]
@@ -145,4 +146,10 @@ class Arena:
                     explain(was, f"{tuple(p.shape)}, strides {p.stride()}, {p.dtype} on {p.device}",
                             "its dtype, device, shape or memory format changed after its state was made",
                             "Convert, move or resize the model before the first training step, or make a new optimizer")
+                )  # fmt: skip
+            if p.is_inference():
+                raise StateError(
+                    explain(f"data of a parameter of shape {tuple(p.shape)}", "an inference tensor",
+                            "p.data was set to what torch.inference_mode() made, which autograd cannot train",
+                            "Use torch.no_grad() there, or p.copy_(values); set p.data = p.data.clone() to go on")
                 )  # fmt: skip

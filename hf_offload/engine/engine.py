@@ -535,6 +535,7 @@ class Engine:
             self.settle_state()
             if self.stream is not None:
                 self.stream.settle()  # the ring is needed
+            check_apart(p for a in self.arenas for p in a.params)  # `a.data = b.data` shows as another address
         for number, indices in suspects:
             arena = self.arenas[number]
             arena.check_unchanged(indices)

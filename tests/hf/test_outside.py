@@ -240,3 +240,60 @@ def test_accelerates_load_state(lab: Any, tools: Any, tmp_path: Any) -> None:
         ends.append(tools.state_of(own) | tools.weights(model))
         accelerator.load_state(tmp_path / "state")
     assert tools.same_bits(*ends)
+
+
+def test_torchs_average_waits_by_itself(lab: Any, tools: Any) -> None:
+    """An EMA in a loop of one's own, without a `synchronize()`; its weights are then put into the model."""
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    ends = []
+    for schedule in ("in_order", "overlapped", "delayed"):
+        model, optimizer, loss = small(lab, schedule)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        for _ in range(3):
+            step(optimizer, loss)
+            average.update_parameters(model)
+        for p, a in zip(model.parameters(), average.module.parameters()):
+            p.data.copy_(a.data)
+        step(optimizer, loss)
+        ends.append(tools.state_of(optimizer) | tools.weights(model) | {f"ema.{n}": p.detach().clone()
+                    for n, p in average.module.named_parameters()})  # fmt: skip
+    assert tools.same_bits(ends[0], ends[1])
+    assert tools.same_bits(ends[0], ends[2]), "each average has delivered what was pending"
+
+
+def test_diffusers_average_waits_by_itself(monkeypatch: pytest.MonkeyPatch, lab: Any) -> None:
+    """diffusers is not installed here: a class of its shape, with what its methods do."""
+    import sys
+    import types
+
+    class EMAModel:
+        def step(self, parameters: Any) -> None:
+            self.shadow = [p.detach().clone() for p in parameters]
+
+        store = step
+
+        def copy_to(self, parameters: Any) -> None:
+            for p, s in zip(parameters, self.shadow):
+                p.data.copy_(s)
+
+        restore = copy_to
+
+    module = types.ModuleType("diffusers.training_utils")
+    module.EMAModel = EMAModel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "diffusers.training_utils", module)
+    compat._adapt_readers(module)
+    model, optimizer, loss = small(lab)
+    average = EMAModel()
+    for _ in range(3):
+        step(optimizer, loss)
+        average.step(model.parameters())
+        assert all(torch.equal(s, optimizer.state[p]["master"].bfloat16())
+                   for p, s in zip(model.parameters(), average.shadow))  # fmt: skip
+    for p in average.shadow:
+        p.fill_(0.25)
+    step(optimizer, loss)
+    average.copy_to(model.parameters())
+    step(optimizer, loss)
+    optimizer.synchronize()
+    assert all((p - 0.25).abs().max() < 0.05 for p in model.parameters())

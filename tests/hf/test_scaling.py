@@ -116,13 +116,22 @@ class Scaled(Trainer):
         self.accelerator.scaler = torch.amp.GradScaler("cpu", **SCALING)
 
 
-@pytest.mark.parametrize("schedule", ["in_order", "overlapped"])
+MODES = {
+    "in order": "schedule=in_order",
+    "overlapped": "schedule=overlapped",
+    "streamed": "schedule=overlapped,stream_gradients=true",
+    "speculative": "schedule=overlapped,stream_gradients=true,shadow_bytes=2000000",
+    "delayed": "schedule=delayed,delay_warmup_steps=2",
+}
+
+
+@pytest.mark.parametrize("schedule", MODES)
 @pytest.mark.parametrize("clip", [0.5, 0.0])
 def test_trainer_scales_skips_and_holds_the_learning_rate(lab: Any, tools: Any, schedule: str, clip: float) -> None:
     trainer = lab.trainer(
         lab.model(torch.float16),
         kind=Scaled,
-        optim_args=f"schedule={schedule},threads=1",
+        optim_args=f"{MODES[schedule]},threads=1",
         max_steps=STEPS,
         max_grad_norm=clip,
         learning_rate=1e-3,
@@ -144,14 +153,15 @@ def test_trainer_scales_skips_and_holds_the_learning_rate(lab: Any, tools: Any, 
 
 def test_the_schedules_give_the_same_bits(lab: Any, tools: Any) -> None:
     ends = []
-    for schedule in ("schedule=in_order", f"schedule=overlapped,{tools.SLOW}"):
-        args = {"optim_args": schedule, "max_steps": STEPS, "learning_rate": 1e-3}
+    for schedule in list(MODES)[:4]:
+        args = {"optim_args": f"{MODES[schedule]},{tools.SLOW}", "max_steps": STEPS, "learning_rate": 1e-3}
         trainer = lab.trainer(lab.model(torch.float16), kind=Scaled, **args)
         trainer.train()
         logged = str(tools.history(trainer, "loss", "grad_norm", "learning_rate"))  # nan != nan
         ends.append((logged, tools.weights(trainer.model) | tools.state_of(trainer.optimizer)))
-    assert ends[0][0] == ends[1][0]
-    assert tools.same_bits(ends[0][1], ends[1][1])
+    for end in ends[1:]:
+        assert ends[0][0] == end[0]
+        assert tools.same_bits(ends[0][1], end[1])
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(lab: Any, tools: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
+from hf_offload.errors import OffloadError
 from support.outside import EVERY, Pair, changed
 
 Write = Callable[[nn.Module], None]
@@ -191,9 +192,15 @@ def averaged_in(model: nn.Module) -> None:
         p.data.copy_(a.data)
 
 
+def through_a_vector(model: nn.Module) -> None:
+    """All parameters become views of one tensor."""
+    values = nn.utils.parameters_to_vector(model.parameters()) * 1.5
+    nn.utils.vector_to_parameters(values, model.parameters())
+
+
 LOADS = (load_state_dict, load_a_part, load_a_submodule, load_a_container)
 VERSIONED = (in_place, foreach, under_inference_mode, nn_init, the_same_bits, not_a_number, while_frozen)
-MOVED = (new_data, swapped, set_to)
+MOVED = (new_data, swapped, set_to, through_a_vector)
 REBUILT = (converted_there_and_back, pruned_for_good, parametrized, parametrized_there_and_back)
 HIDDEN = (
     data_mul, data_clamp, data_of_one_element, applied_init, as_bits, from_another_thread, data_not_a_number,
@@ -388,5 +395,74 @@ def test_what_is_written_past_the_version_counter_without_any_wait_is_lost_and_n
     pair = Pair(mode, "bfloat16")
     pair.steps(4)
     how(pair.model)
+    pair.steps(2)
+    pair.check()
+
+
+@pytest.mark.parametrize("mode", [m for m in EVERY if m != "delayed"])
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the model takes no tensor
+@pytest.mark.parametrize("where", ["forward", "backward", "gradient"])
+def test_a_write_in_a_hook(where: str, mode: str) -> None:
+    """In the middle of forward or backward, when some buckets may have been stepped ahead already."""
+    pair = Pair(mode, "bfloat16", 2)
+    pair.steps(3)
+
+    def hook(model: Any) -> Any:
+        if where == "forward":
+            return model.head.register_forward_hook(lambda *_: in_place(model))
+        if where == "backward":
+            return model.blocks[1].register_full_backward_pre_hook(lambda *_: in_place(model))
+        return model.blocks[1].bias.register_hook(lambda _: in_place(model))
+
+    hooks = [hook(model) for model in (pair.model, pair.other)]
+    pair.step()
+    for each_hook in hooks:
+        each_hook.remove()
+    pair.steps(2)
+    pair.check()
+
+
+# ---- what cannot be followed is refused, before anything is stepped; then the remedy works
+
+
+@torch.inference_mode()
+def inference_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data * 1.5
+
+
+def shared_memory(model: Any) -> None:
+    model.head.weight.data = model.blocks[0].weight.data
+
+
+def other_order(model: Any) -> None:
+    model.head.weight.data = model.head.weight.data.t().contiguous().t()
+
+
+def memory_of_its_own(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data.clone(memory_format=torch.contiguous_format)
+
+
+@every_mode
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (inference_data, "inference tensor.*p.data = p.data.clone"),
+        (shared_memory, "two parameters share memory"),
+        (other_order, "memory format changed"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_what_is_refused_harms_nothing(how: Write, says: str, mode: str) -> None:
+    pair = Pair(mode, "bfloat16")
+    pair.steps(4)
+    pair.write(how)
+    pair.model(0).backward()
+    for _ in range(2):
+        with pytest.raises(OffloadError, match=says):
+            pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    pair.write(memory_of_its_own, wait=False)
     pair.steps(2)
     pair.check()
