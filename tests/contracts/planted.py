@@ -154,7 +154,7 @@ PLANTED = (
             "**kwargs: Any) -> Any:\nif asked(self.args):\nconfig",
             "**kwargs: Any) -> Any:\n    if True:\n        config"),
     Planted("a stock Trainer's forward does not wait", D7 + "a_stock_trainer_takes_our_optimizer_by_hand", ENGINE,
-            "(*self._unguarded(), *self.gates.needs_of(guard))", "()"),
+            "if last > self._waited_to.get(here, -1) or self._pipeline.failed:", "if False:"),
     Planted("the user's scheduler drives groups that nobody reads",
             D7 + "a_users_adamw_is_taken_over_and_its_scheduler_goes_on", "plugin.py",
             "old.param_groups = new.param_groups", "old.param_groups = [dict(g) for g in new.param_groups]"),
