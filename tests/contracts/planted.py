@@ -93,6 +93,12 @@ PLANTED = (
     Planted("a norm is computed, and a step skipped, unasked",
             D6 + "nan_goes_through_as_in_adamw_where_nobody_computes_a_norm" + on("in_order"), SCALING,
             'self._memory is None and skip_nonfinite == "always"', "self._memory is None"),
+    Planted("skip_nonfinite='never' is not looked at",
+            D6 + "skip_nonfinite_always_skips_without_clipping_and_never_steps_with_it", SCALING,
+            'skip = skip_nonfinite != "never" and not math.isfinite(norm)', "skip = not math.isfinite(norm)"),
+    Planted("skip_nonfinite='always' is not looked at",
+            D6 + "skip_nonfinite_always_skips_without_clipping_and_never_steps_with_it", SCALING,
+            'self._memory is None and skip_nonfinite == "always"', "False"),
     # ---- 6.5: resume, and weights changed from outside
     Planted("resume: step counts start again", D6 + "a_resumed_run_does_not_jump" + on("in_order"), STATE,
             'views["step"].fill_(entry.get("step", 0.0))', 'views["step"].zero_()'),
