@@ -291,6 +291,23 @@ def test_nan_goes_through_as_in_adamw_where_nobody_computes_a_norm(case: Case) -
     prove(passes_nan_on, case)
 
 
+@every_schedule
+def test_skip_nonfinite_always_skips_without_clipping_and_never_steps_with_it(case: Case) -> None:
+    with Duel(case, skip_nonfinite="always") as duel:
+        duel.train([0], clip=None)
+        before = duel.state_bits()
+        duel.backward(1, scale=math.inf)
+        duel.optimizer.step()
+        assert duel.state_bits() == before and duel.optimizer.stats().skipped_steps == 1
+    with Duel(case, skip_nonfinite="never") as duel:
+        duel.train([0], clip=None)
+        duel.backward(1, scale=math.inf)
+        duel.clip(0.5)
+        duel.step()
+        duel.agree()
+        assert duel.optimizer.stats().skipped_steps == 0
+
+
 # ---- 5. Resume, and weights changed from outside
 
 

@@ -99,7 +99,7 @@ def test_a_stock_trainer_takes_our_optimizer_by_hand(lab: Any) -> None:
     ends = []
     for schedule in SCHEDULES:
         model = lab.model()
-        config = OffloadConfig(schedule=schedule, threads=1, bucket_bytes=16384, link_latency_us=20000)
+        config = OffloadConfig(schedule=schedule, threads=1, bucket_bytes=32768, link_latency_us=60000)
         optimizer = OffloadAdam(model.parameters(), lr=1e-2, config=config, model=model)
         trainer = lab.trainer(model, more={"optimizers": (optimizer, None)}, optim="adamw_torch", max_steps=2)
         trainer.train()

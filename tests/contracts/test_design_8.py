@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadAdam
+from hf_offload.engine.pipeline import Pipeline
 from hf_offload.engine.plan import ParamSpec, plan_buckets
 from hf_offload.errors import ConfigError, OffloadError, StateError, UnsupportedError
 from support.contracts import (
@@ -170,10 +171,12 @@ def test_a_checkpoint_whose_masters_disagree_with_the_weights_follows_the_weight
 
 @every_schedule
 def test_state_dict_shows_live_memory_takes_no_step_and_waits(case: Case) -> None:
-    with Duel(case, late("h2d", 2e-3)) as duel:
+    with Duel(case, lambda direction, nbytes: 2e-3) as duel:
         duel.train([0, 1])
         first = duel.optimizer.state_dict()["state"]
+        seen = {n: {k: t.clone() for k, t in entry.items()} for n, entry in first.items()}
         duel.agree()
+        assert all(torch.equal(t, first[n][k]) for n, entry in seen.items() for k, t in entry.items()), "too early"
         again = duel.optimizer.state_dict()["state"]
         where = [[t.data_ptr() for t in entry.values()] for entry in first.values()]
         assert where == [[t.data_ptr() for t in entry.values()] for entry in again.values()], "a copy was made"
@@ -264,6 +267,30 @@ def zeroes_in_place(duel: Duel) -> None:
 @every_schedule_and_wire
 def test_gradients_that_are_kept_go_on_accumulating(case: Case) -> None:
     prove(keeps_gradients, case, delay=late("d2h", 5e-4))
+
+
+def test_gradients_that_are_kept_are_not_added_to_before_their_copies_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No gradient goes down until somebody waits for the step: who does not wait writes into what is copied.
+
+    Delayed: elsewhere a forward waits for weights, which are there after the gradients.
+    """
+    hold, wait = Hold("d2h"), Pipeline.wait_all
+
+    def waits(pipeline: Pipeline) -> None:
+        hold.release()
+        wait(pipeline)
+
+    monkeypatch.setattr(Pipeline, "wait_all", waits)
+    with Duel(Case("delayed"), hold, delay_warmup_steps=0) as duel:
+        for step in range(3):
+            duel.micro_batches(step)
+            duel.optimizer.engine.wait_gradients()
+            hold.close()
+            duel.step(zero=False)
+        hold.release()
+        duel.agree()
 
 
 @every_schedule_and_wire
