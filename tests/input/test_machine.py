@@ -224,4 +224,4 @@ class Calls(RuleBasedStateMachine):
 def test_calls_in_any_order(mode: str, examples: int) -> None:
     machine = type(f"Calls_{mode}", (Calls,), {"mode": mode})
     few = examples < 500
-    run_state_machine_as_test(machine, settings=examples_of(examples // 5, stateful_step_count=20 if few else 40))
+    run_state_machine_as_test(machine, settings=examples_of(examples // 2, stateful_step_count=20 if few else 40))
