@@ -71,6 +71,21 @@ def test_any_timeline(examples: int, tmp_path: Path) -> None:
     check()
 
 
+@pytest.mark.parametrize(
+    "spoilt",
+    [{"ts": float("nan")}, {"ts": float("inf")}, {"ts": -1.0}, {"ts": 10**400}, {"ts": 1e300}, {"dur": float("nan")},
+     {"dur": -2.0}, {"dur": float("inf")}, {"args": {"step": float("inf")}}, {"args": {"step": float("nan")}},
+     {"args": {"step": -1}}, {"args": {"step": 10**400}}, {"args": []}, {"cat": []}],
+    ids=lambda spoilt: str(spoilt)[:40],
+)  # fmt: skip
+def test_spans_that_cannot_be(spoilt: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    head = {"otherData": {"producer": "hf_offload timeline"}, "traceEvents": [event(), event(**spoilt)]}
+    path.write_text(json.dumps(head))
+    with pytest.raises(ConfigError, match="an event in it is not one that hf_offload writes"):
+        timeline.load_spans(path)
+
+
 @both_sizes
 def test_any_content_instead_of_a_timeline(examples: int, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"

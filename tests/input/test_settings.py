@@ -99,7 +99,7 @@ def test_paths_in_optim_args(path: str) -> None:
         assert optim_args.parse(optim_args.render(config)).config.timeline == path
 
 
-@pytest.mark.parametrize("number", HUGE)
+@pytest.mark.parametrize("number", HUGE, ids=lambda number: f"{number.bit_length()} bits")
 def test_huge_whole_numbers(number: int) -> None:
     for name in ("timeout_s", "link_gb_s", "link_latency_us", "bucket_bytes", "ring_slots", "threads", "shadow_bytes"):
         with only_our_errors():
