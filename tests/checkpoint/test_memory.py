@@ -72,6 +72,7 @@ def test_by_itself(tmp_path: Path) -> None:
     assert all(found["rss_anon_bytes"][f"peak_{name}"] < allowed for name in ("save", "verify", "load"))
 
 
+@pytest.mark.timeout(600)
 def test_through_a_trainer(tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
