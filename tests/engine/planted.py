@@ -19,6 +19,7 @@ from support.planting import Planted, main
 WAITS, STREAMED, GUESSES, DELAYED, INTERRUPTS = (
     f"engine/test_{name}.py::" for name in ("waits", "streaming", "speculation", "delayed", "interrupts")
 )
+OUTSIDE, SKIPPED = (f"optimizer/test_{name}.py::" for name in ("outside_matrix", "skipped_steps"))
 ENGINE, PIPELINE, SCHEDULES, STREAMING, INLETS, SPECULATION, GATES, HOST, OPTIMIZER = (
     "engine/engine.py", "engine/pipeline.py", "engine/schedules.py", "engine/streaming.py", "engine/inlets.py",
     "engine/speculation.py", "engine/gates.py", "transport/host.py", "optimizer.py",
@@ -293,6 +294,46 @@ PLANTED = (
     Planted("no two parameters share memory",
             "optimizer/test_parameters.py::test_two_parameters_that_share_memory_are_refused", ENGINE, "check_apart([",
             "list(["),
+    # ---- weights changed from outside
+    Planted("guesses on old masters are dropped", OUTSIDE + "test_a_write_between_backward_and_step", ENGINE,
+            "if suspects:\nself.settle_state()", "if suspects:\n    self._wait_step()"),
+    Planted("a write that moved the version counter", OUTSIDE + "test_a_write_that_shows_needs_no_wait_between_"
+            "backward_and_step", "engine/watch.py", "p._version != v or p.data_ptr() != at", "p.data_ptr() != at"),
+    Planted("a write that moved the address", OUTSIDE + "test_a_write_that_shows_needs_no_wait_between_backward_and_"
+            "step", "engine/watch.py", "p._version != v or p.data_ptr() != at", "p._version != v"),
+    Planted("a write that only the checksum shows", OUTSIDE + "test_a_write_after_a_step", "engine/watch.py",
+            "return sorted(moved + [i for i in others if self._changed(left.params[i])])", "return moved"),
+    Planted("checksums from the first forward on",
+            OUTSIDE + "test_a_write_after_the_first_forward_and_before_the_first_step", ENGINE,
+            "self.watch.arm()  # before the first step nobody has a reason to wait before writing to weights"),
+    Planted("checksums again after reseed", OUTSIDE + "test_a_write_after_reseed", ENGINE,
+            "self.watch.arm()  # whoever asked may write again"),
+    Planted("a skipped step keeps the checksums", OUTSIDE + "test_a_write_before_a_step_that_is_skipped", ENGINE,
+            "self.skips.add()", "self.skips.add()\nself.watch.settled()"),
+    Planted("a load waits for what is under way", OUTSIDE + "test_a_state_dict_is_loaded_without_any_wait", ENGINE,
+            "def before_state_load(self) -> None:\nself.wait_all()", "def before_state_load(self) -> None:\n    pass"),
+    Planted("memory that parameters came to share", OUTSIDE + "test_what_is_refused_harms_nothing", ENGINE,
+            "check_apart(p for a in self.arenas for p in a.params)  # `a.data = b.data` shows as another address"),
+    Planted("whole modules that were replaced",
+            "optimizer/test_census.py::test_a_replaced_parameter_is_refused_before_anything_is_stepped",
+            "engine/census.py", "(*seats, *ways)]\nself._keys", "seats]\nself._keys"),
+    Planted("the model is looked at where nothing has a gradient",
+            "optimizer/test_census.py::test_also_where_all_that_the_optimizer_has_is_gone", OPTIMIZER,
+            "self.engine.check_model()\nfound = self.engine.gather(self.param_groups)",
+            "found = self.engine.gather(self.param_groups)\nif found.items:\n    self.engine.check_model()"),
+    # ---- steps that are not taken
+    Planted("a scaler's skips are counted", SKIPPED + "test_the_course_of_a_run", "compat.py", "ours.skip_step()"),
+    Planted("a skip drops what was pending", SKIPPED + "test_a_scaler_that_skips_drops_what_was_pending",
+            "engine/scaling.py", "inverse = self._inverse\nself.clear()", "inverse = self._inverse"),
+    Planted("guessing goes on after a skip", SKIPPED + "test_guessing_goes_on_after_a_skipped_step", ENGINE,
+            "self.stream.step_taken(factor.inverse, clipped=True)"),
+    Planted("a skip leaves a pending update pending",
+            SKIPPED + "test_a_skipped_step_leaves_every_byte_and_a_pending_update", ENGINE, "self.skips.add()",
+            "self.skips.add()\nself.wait_all()"),
+    Planted("a step that is taken ends the row", SKIPPED + "test_a_step_that_is_taken_ends_the_row", ENGINE,
+            "self.skips.taken()"),
+    Planted("a guess is compared with the step", SKIPPED + "test_the_course_of_a_run", SPECULATION,
+            "if not np.array_equal(guess.rows.view(np.uint32), work.coefficients().view(np.uint32)):", "if False:"),
 )
 # fmt: on
 
