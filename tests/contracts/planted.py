@@ -75,9 +75,9 @@ PLANTED = (
             "engine/squares.py", "self.sums[i] = cpu.sums_of_trees(self._tree[first:end]",
             "self.sums[i] = np.float32(1) * cpu.sums_of_trees(self._tree[first:end].astype(np.float32)"),
     Planted("each thread sums its own share of a parameter", D6 + "the_number_of_threads_changes_no_bit",
-            "engine/norm.py", "norm_of_sums(cpu.sum_of_squares(host_array(g), WIRE[g.dtype], threads) for g in grads)",
-            "norm_of_sums(cpu.sum_of_squares(host_array(part), WIRE[g.dtype], 1)\n"
-            "             for g in grads for part in flat(g).tensor_split(threads))"),
+            "engine/norm.py", "[float(cpu.sum_of_squares(host_array(g), WIRE[g.dtype], threads)) for g in grads]",
+            "[float(sum(cpu.sum_of_squares(host_array(part), WIRE[g.dtype], 1) for part in flat(g).tensor_split(threads)))"
+            "\n for g in grads]"),
     Planted("delayed begins a step late", D6 + "delayed_is_one_step_stale_after_its_warm_up_and_no_more",
             "engine/delay.py", "if steps < self._warmup_steps and", "if steps <= self._warmup_steps and"),
     # ---- 6.4: a skipped step
@@ -122,7 +122,7 @@ PLANTED = (
     Planted("an edit of data is not looked for", D6 + "an_edit_of_data_is_not_overwritten_by_stale_masters", ENGINE,
             "if not self._closed:\nself.watch.arm()", "pass"),
     Planted("reseed looks at version counters alone", D6 + "an_edit_of_data_is_not_overwritten_by_stale_masters",
-            ENGINE, "self.wait_all()\nself.watch.suspect_all()\nreturn", "self.wait_all()\nreturn"),
+            ENGINE, "self.wait_all()\nself.watch.suspect_all()\nchanged", "self.wait_all()\nchanged"),
     # ---- 6.6: refusals
     Planted("amsgrad is accepted and ignored",
             D6 + "what_is_unsupported_is_refused_with_setting_value_cause_and_remedy[amsgrad]", "engine/hyper.py",
@@ -138,12 +138,11 @@ PLANTED = (
             "engine/placement.py", "check_apart(trainable)"),
     # ---- 6.7 and 6.8
     Planted("the cap on host memory is not looked at",
-            D6 + "a_plan_above_the_cap_is_refused_before_anything_is_allocated", "engine/placement.py",
+            D6 + "a_plan_above_the_cap_is_refused_before_anything_is_allocated", "engine/budget.py",
             "if cap is not None and", "if False and"),
     Planted("memory is counted at construction only",
             D6 + "memory_that_is_gone_by_the_first_step_is_noticed_before_the_state_is_allocated",
-            "engine/placement.py",
-            "self._budget(fresh, {}, taken + self.ring_bytes, 0 if taken else self._config.shadow_bytes)"),
+            "engine/placement.py", "self.budget.check_binding(fresh, taken)"),
     Planted("an import pulls in numpy", D6 + "importing_hf_offload_pulls_in_nothing_heavy", "__init__.py",
             "import importlib\nfrom pathlib", "import importlib\nimport numpy\nfrom pathlib"),
     # ---- 7: Hugging Face
@@ -266,8 +265,8 @@ PLANTED = (
             "self.param_groups.append({**self.defaults, **param_group})\ngroup = "),
     Planted("the transport is never collected",
             D8 + "an_optimizer_that_is_forgotten_leaves_no_thread_and_no_pinned_byte" + on("overlapped"),
-            "transport/host.py", "weakref.finalize(self, _stop, self._lanes, self._pid)",
-            "weakref.finalize(self, lambda me: _stop(me._lanes, me._pid), self)"),
+            "transport/host.py", "weakref.finalize(self, _stop, self._lanes, self._pid, timeout_s)",
+            "weakref.finalize(self, lambda me: _stop(me._lanes, me._pid, timeout_s), self)"),
     Planted("a deep copy shares threads with the original",
             D8 + "copies_of_the_optimizer_are_refused_and_of_the_model_work", OPTIMIZER,
             'raise UnsupportedError(_no_copy("copy.deepcopy"))', "return self"),
@@ -292,7 +291,8 @@ PLANTED = (
             '"exp_avg": torch.from_numpy(self.exp_avg)[at].view(p.shape)'),
     Planted("the container's limit is not looked at",
             FIELD + "a_containers_limit_counts_and_not_only_the_machines", "hostmem.py",
-            "[*_machine(root), *_cgroups_v2(root), *_cgroups_v1(root)]", "[*_machine(root)]"),
+            "[*_machine(root), *_cgroups_v2(root), *_cgroups_v1(root), *_commit(root), *_ulimits(root)]",
+            "[*_machine(root)]"),
     Planted("the clip factor does not reach the step",
             FIELD + "the_clip_factor_reaches_the_gradients_that_are_stepped" + on("in_order"), SCALING,
             "return self.inverse * self.clip", "return self.inverse"),

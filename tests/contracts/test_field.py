@@ -22,7 +22,7 @@ from torch import nn
 from hf_offload import OffloadAdam
 from hf_offload.engine import placement
 from hf_offload.errors import HostMemoryError, StateError, WaitTimeout
-from hf_offload.hostmem import check_host_budget
+from hf_offload.preflight import check_host_budget
 from support.contracts import (
     Case,
     Duel,
