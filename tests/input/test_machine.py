@@ -110,6 +110,19 @@ class Calls(RuleBasedStateMachine):
         self.bound = None
         self.untold -= {p for p, q in zip(self.params, self.others) if q.grad is not None}
 
+    @precondition(lambda self: self.bound is None)
+    @rule(
+        chosen=st.lists(indices, min_size=2, max_size=6), seed=seeds, bound=st.none() | bounds, times=st.integers(1, 2)
+    )
+    def steps_as_usual(self, chosen: list[int], seed: int, bound: float | None, times: int) -> None:
+        """So that most sequences have some."""
+        for _ in range(times):
+            self.backward(chosen, seed)
+            if bound is not None:
+                self.clip(bound)
+            self.step()
+            self.zero_grad(True)
+
     @precondition(lambda self: not self.held)
     @rule(seed=seeds)
     def a_step_that_is_skipped(self, seed: int) -> None:
