@@ -195,8 +195,8 @@ class Calls(RuleBasedStateMachine):
         self.optimizer.synchronize()
 
     @precondition(lambda self: not self.held)
-    @rule(i=indices, seed=seeds, told=st.booleans(), hidden=st.booleans())
-    def change_a_weight(self, i: int, seed: int, told: bool, hidden: bool) -> None:
+    @rule(i=indices, seed=seeds, told=st.booleans(), hidden=st.booleans(), looked=st.booleans())
+    def change_a_weight(self, i: int, seed: int, told: bool, hidden: bool, looked: bool) -> None:
         """Some elements get other values, with or without the version counter, and with or without a word about it."""
         self.optimizer.synchronize()
         p, q = self.params[i % len(self.params)], self.others[i % len(self.params)]
@@ -210,6 +210,8 @@ class Calls(RuleBasedStateMachine):
         if told:
             self.optimizer.reseed()
             self.untold.clear()
+        if looked:
+            self.look()
 
     # ---- what must hold
 
