@@ -110,6 +110,19 @@ class Calls(RuleBasedStateMachine):
         self.bound = None
         self.untold -= {p for p, q in zip(self.params, self.others) if q.grad is not None}
 
+    @precondition(lambda self: self.bound is None)
+    @rule(
+        chosen=st.lists(indices, min_size=2, max_size=6), seed=seeds, bound=st.none() | bounds, times=st.integers(1, 2)
+    )
+    def steps_as_usual(self, chosen: list[int], seed: int, bound: float | None, times: int) -> None:
+        """So that most sequences have some."""
+        for _ in range(times):
+            self.backward(chosen, seed)
+            if bound is not None:
+                self.clip(bound)
+            self.step()
+            self.zero_grad(True)
+
     @precondition(lambda self: not self.held)
     @rule(seed=seeds)
     def a_step_that_is_skipped(self, seed: int) -> None:
@@ -182,8 +195,8 @@ class Calls(RuleBasedStateMachine):
         self.optimizer.synchronize()
 
     @precondition(lambda self: not self.held)
-    @rule(i=indices, seed=seeds, told=st.booleans(), hidden=st.booleans())
-    def change_a_weight(self, i: int, seed: int, told: bool, hidden: bool) -> None:
+    @rule(i=indices, seed=seeds, told=st.booleans(), hidden=st.booleans(), looked=st.booleans())
+    def change_a_weight(self, i: int, seed: int, told: bool, hidden: bool, looked: bool) -> None:
         """Some elements get other values, with or without the version counter, and with or without a word about it."""
         self.optimizer.synchronize()
         p, q = self.params[i % len(self.params)], self.others[i % len(self.params)]
@@ -197,6 +210,8 @@ class Calls(RuleBasedStateMachine):
         if told:
             self.optimizer.reseed()
             self.untold.clear()
+        if looked:
+            self.look()
 
     # ---- what must hold
 
