@@ -233,7 +233,8 @@ def test_the_number_of_threads_changes_no_bit(case: Case, monkeypatch: pytest.Mo
     monkeypatch.setattr("hf_offload.engine.speculation.PART", 35_000)
     found = []
     for threads in (1, 2):
-        with Duel(case, None, Wide, bucket_bytes=80_000, threads=threads) as duel:
+        # fp32: sums of squares of 16-bit numbers are exact in fp64, however they are grouped
+        with Duel(replace(case, wire="float32"), None, Wide, bucket_bytes=160_000, threads=threads) as duel:
             duel.train(range(2))
             duel.agree()
             found.append([*duel.norms, *(p.detach() for p in duel.model.parameters())])

@@ -119,7 +119,7 @@ PLANTED = (
             "self.wait_all()\nif self.gates", "if self.gates"),
     Planted("all, for binding", WAITS + "test_readers_wait_for_all[add_param_group, then bind]", ENGINE,
             "self.wait_all()\nself.placement", "self.placement"),
-    Planted("all, for close", DELAYED + "test_what_applies_the_pending_update[close]", ENGINE,
+    Planted("all, for close", DELAYED + "test_a_write_to_weights_with_a_pending_update_raises", ENGINE,
             "self.wait_all()  # delayed", "pass  # delayed"),
     Planted("all, before the model or a part of it is read", WAITS + "test_copies_of_the_model_wait_for_all", GATES,
             'handles.append(module.register_state_dict_pre_hook(_Hook(keeper, "before_state_read")))'),
