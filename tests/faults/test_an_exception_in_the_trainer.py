@@ -18,7 +18,7 @@ from support.faults import Boom, agree, leftovers
 from support.faults_hf import EXACT, bits_of, forget_accelerate, ours_of, rows, stopped_after, trainer
 
 MODES = pytest.mark.parametrize(
-    "mode", ["in_order", "overlapped", "speculative", pytest.param("streamed", marks=pytest.mark.slow)]
+    "mode", ["overlapped", "speculative", *(pytest.param(m, marks=pytest.mark.slow) for m in ("in_order", "streamed"))]
 )
 THEN = 3
 

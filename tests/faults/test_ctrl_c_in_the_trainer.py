@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from transformers import Trainer
 
-from support.engine import MODES, TinyLM, batches, copies, late, optimizer_of, settings
-from support.faults import agree, learn, leftovers, undisturbed
+from support.engine import TinyLM, batches, copies, late, optimizer_of, settings
+from support.faults import agree, learn, leftovers, most_modes, undisturbed
 from support.faults import bits_of as bits_of_loop
 from support.faults_hf import bits_of, forget_accelerate, ours_of, stopped_after, trainer
 
@@ -62,7 +62,7 @@ def interrupted(run: Any, *seconds: float) -> None:
 
 
 @pytest.mark.parametrize("presses", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
+@most_modes
 def test_a_loop_of_ones_own(mode: str, presses: int) -> None:
     """A few hundred steps a second: where it falls is up to the machine."""
     dice = random.Random(f"{mode} {presses}")

@@ -13,11 +13,10 @@ import pytest
 from transformers import TrainerCallback
 
 from support.engine import TinyLM, batches, copies, late, optimizer_of, settings
-from support.faults import EVERY, SOON, agree, learn, leftovers, undisturbed
+from support.faults import SOON, agree, every_mode, learn, leftovers, undisturbed
 from support.faults import bits_of as bits_of_loop
 from support.faults_hf import bits_of, forget_accelerate, ours_of, stopped_after, trainer
 
-every_mode = pytest.mark.parametrize("mode", EVERY)
 TRAINED = pytest.mark.parametrize("mode", ["overlapped", "speculative"])
 
 
