@@ -24,6 +24,7 @@ from hf_offload.engine.figures import figures
 from hf_offload.engine.gates import Gates
 from hf_offload.engine.gradients import DeviceSet, Gradient, GradientSet, StoreSet, collect
 from hf_offload.engine.hyper import Coefficients
+from hf_offload.engine.owners import own
 from hf_offload.engine.pipeline import Pipeline
 from hf_offload.engine.placement import Placement
 from hf_offload.engine.ranges import ranges_for
@@ -179,6 +180,7 @@ class Engine:
         self.wait_all()
         self.placement.settle(fresh, self._taken_bytes())
         check_apart([*(p for a in self.arenas for p in a.params), *fresh])
+        own(fresh, self)
         if self.config.stream_gradients and self._pipeline is None:
             self._start()
         number = len(self.arenas)
@@ -200,6 +202,14 @@ class Engine:
             raise
         if self.stream is not None:
             self.stream.open(self.arenas)
+
+    def hand_over(self, params: Sequence[Tensor]) -> None:
+        """Another engine steps these from now on: no step or gradient of ours may come in between."""
+        try:
+            self.wait_all()
+        finally:
+            if self.stream is not None:
+                self.stream.let_go(params)
 
     def _taken_bytes(self) -> int:
         """Host memory that is ours, the ring left out."""

@@ -167,10 +167,7 @@ def collect(roll: Roll, placeholders: Sequence[Tensor | None] | None = None) -> 
             found.append(Gradient(p, grad, number))
         elif type(grad) is StreamedGradient:
             if placeholders is None or grad is not placeholders[i]:
-                raise StateError(
-                    f"the gradient of a parameter of shape {tuple(p.shape)} was streamed to another optimizer, or to "
-                    "one that is gone. Drop it with zero_grad(), and run backward again."
-                )
+                refuse_streamed(p)
             found.append(Gradient(p, None, number))
         else:
             found.append(Gradient(p, _checked(p, grad), number))
@@ -198,6 +195,14 @@ def _checked(p: Tensor, grad: Tensor) -> Tensor:
             value = grad.resolve_neg()
             return like_layout(value, p) if is_dense(p) else value  # else the step refuses it, for what became of p
     refuse(p, grad)
+
+
+def refuse_streamed(p: Tensor) -> NoReturn:
+    """Raise that what stands in `.grad` is somebody else's."""
+    raise StateError(
+        f"the gradient of a parameter of shape {tuple(p.shape)} was streamed to another optimizer, or to one that is "
+        "gone. Drop it with zero_grad(), and run backward again."
+    )
 
 
 def refuse(p: Tensor, grad: Tensor) -> NoReturn:

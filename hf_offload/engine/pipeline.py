@@ -269,8 +269,10 @@ def _name(step: _Step, k: int) -> str:
 
 
 def _failed(error: BaseException) -> StateError:
+    # accelerate knows a batch that is too large by these words, and would try fewer rows on the broken state.
+    told = str(error).replace("out of memory.", "out of memory:")
     return StateError(
-        f"the optimizer's step failed ({type(error).__name__}: {error}); its state may be half stepped. Load the last "
+        f"the optimizer's step failed ({type(error).__name__}: {told}); its state may be half stepped. Load the last "
         "checkpoint into a new optimizer to go on."
     )
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_offload.engine.arena import Arena
-from hf_offload.engine.gradients import refuse
+from hf_offload.engine.gradients import refuse, refuse_streamed
 from hf_offload.engine.hyper import Coefficients
 from hf_offload.engine.inlets import Drop, Held, Inlet, Shared, Tap
 from hf_offload.engine.pipeline import Pipeline
@@ -67,7 +67,7 @@ class GradientStream:
         self._taps: list[list[Tap]] = []
         self._inlets: list[list[Inlet]] = []
         self._tap_of: dict[int, tuple[Tensor, Tap]] = {}  # by the parameter's id: tensors hash slowly
-        self._handles: list[Any] = []
+        self._handles: dict[int, Any] = {}  # by the parameter's id
         self.taken = 0
         self._group_of: tuple[object, list[np.ndarray]] = (None, [])
         self.lending = False
@@ -121,17 +121,24 @@ class GradientStream:
         for p, tap in zip(arena.params, taps):  # where an interrupt leaves one without, `flush` finds its gradients
             asked = p.requires_grad
             p.requires_grad_(True)  # torch takes no hook of a frozen parameter, which may be unfrozen later
-            self._handles.append(p.register_post_accumulate_grad_hook(_hook(me, tap)))
+            self._handles[id(p)] = p.register_post_accumulate_grad_hook(_hook(me, tap))
             p.requires_grad_(asked)
 
     def close(self) -> None:
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
-        self._handles = []
+        self._handles = {}
         for p, tap in self._tap_of.values():
             if p.grad is tap.placeholder:
                 p.grad = None
         self._tap_of = {}
+
+    def let_go(self, params: Iterable[Tensor]) -> None:
+        """Their gradients stay in `.grad` from now on: somebody else takes them. `flush` still finds what is there."""
+        for p in params:
+            handle = self._handles.pop(id(p), None)
+            if handle is not None:
+                handle.remove()
 
     @property
     def nbytes(self) -> int:
@@ -144,6 +151,8 @@ class GradientStream:
         grad = p.grad
         assert grad is not None
         placeholder = tap.placeholder
+        if type(grad) is StreamedGradient and grad is not placeholder:
+            refuse_streamed(p)
         if grad is placeholder:  # autograd added to it, and it kept what was to be added
             grad, placeholder.incoming = placeholder.incoming, None
             assert grad is not None
@@ -386,7 +395,7 @@ def _hook(stream: weakref.ref[GradientStream], tap: Tap) -> Callable[[Tensor], N
             return
         grad = p.grad
         if (
-            not simple or grad is placeholder or alive.lending or inlet.grads[spot] is not None  # type: ignore[union-attr]
+            not simple or type(grad) is StreamedGradient or alive.lending or inlet.grads[spot] is not None  # type: ignore[union-attr]
             or grad.nbytes != nbytes or not grad.is_contiguous() or grad.is_neg()  # type: ignore[union-attr]
         ):  # fmt: skip
             alive.take(tap, p)

@@ -10,15 +10,14 @@ import pytest
 
 from hf_offload.errors import OffloadError, StateError, WaitTimeout
 from support.engine import Hold, TinyLM, batches, copies, optimizer_of, ours, settings
-from support.faults import EVERY, learn
+from support.faults import learn, most_modes
 
-every_mode = pytest.mark.parametrize("mode", EVERY)
 TIMEOUT_S = 0.2
 
 
 @pytest.mark.parametrize("end", ["close", "del"])
 @pytest.mark.parametrize("direction", ["d2h", "h2d"])
-@every_mode
+@most_modes
 def test_it_is_named_and_nobody_hangs(direction: str, end: str, mode: str, caplog: pytest.LogCaptureFixture) -> None:
     hold, data = Hold(direction), batches()
     with copies(hold):

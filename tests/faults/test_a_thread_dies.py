@@ -16,9 +16,8 @@ from hf_offload.engine import pipeline
 from hf_offload.errors import OffloadError, StateError, TransportError
 from hf_offload.transport import HostTransport, Segment, host
 from support.engine import KERNELS, TinyLM, batches, copies, kernels, optimizer_of, ours, settings
-from support.faults import EVERY, SOON, Boom, agree, bits_of, learn, undisturbed
+from support.faults import SOON, Boom, agree, bits_of, every_mode, learn, undisturbed
 
-every_mode = pytest.mark.parametrize("mode", EVERY)
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from hf_offload import OffloadAdam
 from hf_offload.errors import ConfigError, StateError
 from support.engine import TinyLM, batches, optimizer_of, settings
-from support.faults import EVERY, Boom, agree, bits_of, grows, learn, undisturbed
+from support.faults import Boom, agree, bits_of, every_mode, grows, learn, most_modes, undisturbed
 
-every_mode = pytest.mark.parametrize("mode", EVERY)
 Fault = Callable[[TinyLM, OffloadAdam, Tensor], object]
 
 
@@ -113,7 +112,7 @@ FAULTS: dict[str, Fault] = {
 KINDS = (Boom, ConfigError, StateError, torch.OutOfMemoryError)
 
 
-@every_mode
+@most_modes
 @pytest.mark.parametrize("when", ["at first", "in the middle"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_training_goes_on_as_if_it_had_never_been(fault: str, when: str, mode: str) -> None:

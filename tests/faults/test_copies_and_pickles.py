@@ -18,9 +18,7 @@ from torch import nn
 from hf_offload import OffloadAdam
 from hf_offload.errors import UnsupportedError
 from support.engine import TinyLM, batches, copies, late, optimizer_of, settings
-from support.faults import EVERY, SOON, agree, bits_of, learn, twin_of, undisturbed
-
-every_mode = pytest.mark.parametrize("mode", EVERY)
+from support.faults import SOON, agree, bits_of, every_mode, learn, most_modes, twin_of, undisturbed
 
 
 def saved_and_loaded(model: nn.Module) -> nn.Module:
@@ -48,7 +46,7 @@ def in_flight(mode: str, steps: int = 3) -> tuple[TinyLM, OffloadAdam, Any]:
     return model, optimizer, data
 
 
-@every_mode
+@most_modes
 @pytest.mark.parametrize("how", HOWS)
 def test_a_copy_of_the_model_has_the_new_weights_and_trains_by_itself(how: str, mode: str) -> None:
     model, optimizer, data = in_flight(mode)
@@ -72,7 +70,7 @@ def test_a_copy_of_the_model_has_the_new_weights_and_trains_by_itself(how: str, 
         assert agree(found, expected) and agree(kept, expected)
 
 
-@every_mode
+@most_modes
 @pytest.mark.parametrize("how", HOWS)
 def test_a_copy_drags_nothing_along(how: str, mode: str) -> None:
     """Neither the engine nor the gradients: the copy lives on, the optimizer and the model are collected."""
@@ -89,7 +87,7 @@ def test_a_copy_drags_nothing_along(how: str, mode: str) -> None:
     assert all(type(p.grad) is torch.Tensor for p in twin.parameters())
 
 
-@every_mode
+@most_modes
 def test_a_copy_in_the_middle_of_an_accumulation_disturbs_nothing(mode: str) -> None:
     model, data = TinyLM(), batches()
     optimizer = optimizer_of(model, settings(mode))
@@ -123,7 +121,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-@every_mode
+@most_modes
 @pytest.mark.parametrize("how", REFUSED)
 def test_copies_of_the_optimizer_are_refused_and_harm_nothing(how: str, mode: str) -> None:
     model, optimizer, data = in_flight(mode)

@@ -19,11 +19,10 @@ from hf_offload import OffloadAdam
 from hf_offload.errors import OffloadError
 from hf_offload.kernels import cpu
 from support.engine import VOCAB, Hold, TinyLM, batches, copies, late, optimizer_of, settings, weights
-from support.faults import EVERY, SOON, agree, bits_of, learn, twin_of, undisturbed
+from support.faults import SOON, agree, bits_of, every_mode, learn, most_modes, twin_of, undisturbed
 from support.transport import LONG, exit_code
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-every_mode = pytest.mark.parametrize("mode", EVERY)
 
 
 def in_child(work: Callable[[], object]) -> int:
@@ -186,7 +185,7 @@ def epochs(mode: str, **loader: Any) -> Any:
     return found
 
 
-@every_mode
+@most_modes
 def test_forked_workers(mode: str) -> None:
     forked = {"num_workers": 2, "multiprocessing_context": "fork"}
     expected = epochs(mode)
@@ -224,7 +223,7 @@ def test_a_worker_that_fails_or_is_killed(mode: str) -> None:
     optimizer.close()
 
 
-@every_mode
+@most_modes
 def test_pools_and_programs_beside_training(mode: str) -> None:
     data = batches()
     model = TinyLM()

@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support.faults import ended, start
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -16,6 +18,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "speculative": {"stream_gradients": True, "shadow_bytes": 1 << 20},
     "delayed": {"schedule": "delayed", "delay_warmup_steps": 1},
 }
+QUICK, SLOW = ("overlapped", "speculative"), ("in_order", "streamed", "delayed")
 WAYS: dict[str, tuple[str, int]] = {
     "the end of the script": ("", 0),
     "sys.exit": ("sys.exit(3)", 3),
@@ -67,9 +70,10 @@ else:
 """
 
 
-def test_it_ends_with_its_own_exit_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize("modes", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)])
+def test_it_ends_with_its_own_exit_code(modes: tuple[str, ...], tmp_path: Path) -> None:
     """Each way in each mode; forked off before anything of ours has begun, since importing torch takes seconds."""
-    cases = [(way, mode) for way in WAYS for mode in SETTINGS]
+    cases = [(way, mode) for way in WAYS for mode in modes]
     tasks = [(SETTINGS[mode], WAYS[way][0]) for way, mode in cases]
     code, out, err = ended(start(EACH, tmp_path, json.dumps(tasks)), 110)
     assert code == 0, err

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 
 from hf_offload import OffloadAdam
@@ -19,6 +20,12 @@ from support.engine import MODES, TinyLM, batches, groups, optimizer_of, ours, s
 ROOT = Path(__file__).resolve().parents[2]
 SOON = 40.0  # seconds: far less than the default of timeout_s, far more than anything here takes
 EVERY = tuple(MODES)
+every_mode = pytest.mark.parametrize("mode", EVERY)
+QUICK = ("in_order", "overlapped", "speculative", "delayed")
+most_modes = pytest.mark.parametrize(
+    "mode", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in EVERY]
+)
+"""Every mode; those that share their code with another one are slow, where a test of one takes long."""
 
 
 class Boom(RuntimeError):
