@@ -76,7 +76,7 @@ PLANTED = (
             "self.sums[i] = np.float32(1) * cpu.sums_of_trees(self._tree[first:end].astype(np.float32)"),
     Planted("each thread sums its own share of a parameter", D6 + "the_number_of_threads_changes_no_bit",
             "engine/norm.py", "[float(cpu.sum_of_squares(host_array(g), WIRE[g.dtype], threads)) for g in grads]",
-            "[float(sum(part.square().sum() for part in g.flatten().chunk(threads))) for g in grads]"),
+            "[float(sum(part.square().cumsum(0)[-1] for part in g.flatten().chunk(threads))) for g in grads]"),
     Planted("delayed begins a step late", D6 + "delayed_is_one_step_stale_after_its_warm_up_and_no_more",
             "engine/delay.py", "if steps < self._warmup_steps and", "if steps <= self._warmup_steps and"),
     # ---- 6.4: a skipped step
