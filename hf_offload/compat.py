@@ -249,6 +249,10 @@ def _settles(original: Method) -> Method:
 
 
 def _adapt_trainer_in_use(module: Any) -> None:
+    for owner, name in ((module.Trainer, "_get_output_dir"), (module.Trainer, "_push_from_checkpoint"),
+                        (module, "rotate_checkpoints")):  # fmt: skip
+        if not hasattr(owner, name):
+            raise UnsupportedError(_moved(f"{module.__name__}.{name}", "it is not there"))
     _wrap(module.Trainer, "_inner_training_loop", _settles)
     _wrap(module.Trainer, "_save_checkpoint", compat_saving.saves_whole_folders)
     _wrap(module.Trainer, "_load_from_checkpoint", compat_saving.verifies_before_loading)
@@ -259,6 +263,8 @@ def _adapt_trainer_in_use(module: Any) -> None:
 def _adapt_torch() -> None:
     _wrap(torch, "save", compat_saving.hashes_what_it_saves)
     _wrap(torch, "load", compat_saving.maps_what_it_loads)
+    # pickle finds a function by the module it names
+    torch.serialization.save, torch.serialization.load = torch.save, torch.load
 
 
 def _abandon_step(trainer: Any) -> None:

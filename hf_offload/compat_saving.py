@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_offload import optim_args
 from hf_offload.checkpoint import manifest, table, torch_file
 from hf_offload.checkpoint.digest import Digest
 from hf_offload.checkpoint.staging import Staged
@@ -71,7 +72,7 @@ def _name_below(f: Any, folder: Path) -> str | None:
     if not isinstance(f, (str, os.PathLike)):
         return None
     try:
-        return Path(os.path.abspath(f)).relative_to(folder).as_posix()
+        return Path(os.path.realpath(f)).relative_to(folder).as_posix()
     except ValueError:
         return None
 
@@ -90,7 +91,7 @@ def _hashing(folder: Path) -> Iterator[dict[str, Digest]]:
 @contextmanager
 def _mapping(folder: Path) -> Iterator[None]:
     """In here, torch.load maps the optimizer state that it reads from `folder`."""
-    token = _loading.set(Path(os.path.abspath(folder)))
+    token = _loading.set(Path(os.path.realpath(folder)))
     try:
         yield
     finally:
@@ -110,21 +111,20 @@ def saves_whole_folders(original: Method) -> Method:
         trial = kwargs.get("trial", args[1] if len(args) > 1 else None)
         run_dir = self._get_output_dir(trial=trial)
         target = Path(run_dir, f"checkpoint-{self.state.global_step}")
-        try:
-            with Staged(target, owner=self.args.should_save) as staged:
-                self.accelerator.wait_for_everyone()
-                with _hashing(staged.path) as known, _redirected(self, staged) as pushes:
-                    result = original(self, *args, **kwargs)
-                _name_the_best(self, run_dir, staged)
-                self.accelerator.wait_for_everyone()  # their random states are there
-                if self.args.should_save:
-                    known.pop(TRAINER_STATE, None)
-                    table_of = None if self.args.save_only_model else _table(optimizer, self.model)
-                    manifest.write(staged.path, known, table_of)
-                    staged.commit()
-        except OSError as error:
-            raise torch_file.cannot_write(target, error) from error
+        with torch_file.writing(target), Staged(target, owner=self.args.should_save) as staged:
+            self.accelerator.wait_for_everyone()
+            with _hashing(staged.path) as known, _redirected(self, staged) as pushes:
+                result = original(self, *args, **kwargs)
+            _name_the_best(self, run_dir, staged)
+            self.accelerator.wait_for_everyone()  # their random states are there
+            if self.args.should_save:
+                known.pop(TRAINER_STATE, None)
+                table_of = None if self.args.save_only_model else _table(optimizer, self.model)
+                manifest.write(staged.path, known, table_of)
+                staged.commit()
         self.accelerator.wait_for_everyone()
+        if self.args.local_process_index == 0:
+            staged.take_over()  # on a node that shares no disk with the one that saved
         _rotate(self, run_dir)
         for push in pushes:
             push(str(target))
@@ -142,8 +142,8 @@ def _redirected(trainer: Any, staged: Staged) -> Iterator[list[Callable[[str], A
     trainer._push_from_checkpoint = lambda folder: pushes.append(push)
     try:
         yield pushes
-    except OSError as error:
-        raise torch_file.cannot_write(staged.target, error) from error
+    except (OSError, OffloadError):
+        raise
     except Exception as error:
         full = _disk_error(error)
         if full is None:
@@ -242,8 +242,21 @@ def _check(trainer: Any, folder: Path) -> None:
             for name in (OPTIMIZER, SCHEDULER):
                 torch_file.check_zip(folder / name)
     elif found.optimizer is not None:
-        for conversion in table.check_fits(folder, found.optimizer, trainer.model):
-            logger.warning("hf_offload: %s: %s.", folder, conversion)
+        _cast(trainer)  # else the weights are 16-bit only when the optimizer is made
+        _say(folder, table.check_fits(folder, found.optimizer, trainer.model))
+
+
+def _cast(trainer: Any) -> None:
+    from hf_offload.compat import asked, cast_weights
+
+    if asked(trainer.args):
+        config = optim_args.parse(trainer.args.optim_args).config
+        cast_weights(trainer.model, trainer.accelerator.mixed_precision, config)
+
+
+def _say(folder: Path, conversions: list[str]) -> None:
+    for conversion in conversions:
+        logger.warning("hf_offload: %s: %s.", folder, conversion)
 
 
 def _without_optimizer(folder: Path) -> str:
@@ -278,37 +291,63 @@ def saves_state(original: Method) -> Method:
         if output_dir is None or self.project_configuration.automatic_checkpoint_naming or not _is_new(output_dir):
             return _save_in_place(self, ours, original, output_dir, *args, **kwargs)
         target = Path(os.path.expanduser(output_dir))
-        try:
-            with Staged(target, owner=self.is_local_main_process) as staged:
-                self.wait_for_everyone()
-                with _hashing(staged.path) as known:
-                    original(self, str(staged.path), *args, **kwargs)
-                self.wait_for_everyone()
-                if self.is_local_main_process:
-                    manifest.write(staged.path, known, _table_of(self, ours))
-                    staged.commit()
-        except OSError as error:
-            raise torch_file.cannot_write(target, error) from error
+        with torch_file.writing(target), Staged(target, owner=_saves(self)) as staged:
+            self.wait_for_everyone()
+            with _hashing(staged.path) as known:
+                original(self, str(staged.path), *args, **kwargs)
+            self.wait_for_everyone()
+            if _saves(self):
+                manifest.write(staged.path, known, _table_of(self, ours))
+                staged.commit()
         self.wait_for_everyone()
-        return str(target)
+        if self.is_local_main_process:
+            staged.take_over()
+        return target
 
     return save_state
+
+
+def _saves(accelerator: Any) -> bool:
+    """Whether this process writes what is one for all, as accelerate has it."""
+    each = accelerator.project_configuration.save_on_each_node
+    return bool(accelerator.is_local_main_process if each else accelerator.is_main_process)
 
 
 def _is_new(output_dir: str) -> bool:
     """Whether a folder may be replaced as a whole: not where other things may lie in it."""
     folder = Path(os.path.expanduser(output_dir))
-    return not folder.exists() or (folder / manifest.NAME).is_file()
+    if not folder.exists():
+        return True
+    try:
+        found = manifest.read(folder)
+    except CheckpointError:
+        return False
+    return found is not None and found.staged and not os.path.ismount(folder)
 
 
 def _save_in_place(accelerator: Any, ours: list[Any], original: Method, output_dir: str | None, *args: Any,
                    **kwargs: Any) -> Any:  # fmt: skip
     """accelerate chooses the folder, or other things lie in it: it is whole once it has its manifest, written last."""
-    location = original(accelerator, output_dir, *args, **kwargs)
+    given = output_dir or os.path.join(accelerator.project_dir or ".", "checkpoints")
+    base = Path(os.path.realpath(os.path.expanduser(given)))
+    before = _seen(base)
+    with torch_file.writing(base), _hashing(base) as known:
+        location = original(accelerator, output_dir, *args, **kwargs)
     accelerator.wait_for_everyone()
-    if accelerator.is_local_main_process and location:
-        manifest.write(Path(location), {}, _table_of(accelerator, ours))
+    if _saves(accelerator) and location:
+        folder = Path(os.path.realpath(location))
+        written = {path for path, stamp in _seen(base).items() if before.get(path) != stamp}
+        names = {name: path for path in written if (name := _name_below(path, folder)) is not None}
+        digests = {name: known[below] for name, path in names.items() if (below := _name_below(path, base)) in known}
+        with torch_file.writing(folder):
+            manifest.write(folder, digests, _table_of(accelerator, ours), only=names)
     return location
+
+
+def _seen(folder: Path) -> dict[Path, tuple[int, int]]:
+    """When each file in there was written to, and its size."""
+    found = ((path, path.stat()) for path in folder.rglob("*") if path.is_file())
+    return {path: (stat.st_mtime_ns, stat.st_size) for path, stat in found}
 
 
 def _table_of(accelerator: Any, ours: list[Any]) -> dict[str, Any] | None:
@@ -327,7 +366,10 @@ def loads_state(original: Method) -> Method:
             return original(self, input_dir, *args, **kwargs)
         found = manifest.verify(folder) if self.is_local_main_process else manifest.read(folder)
         if found is not None and found.optimizer is not None and len(self._models) == 1:
-            table.check_fits(folder, found.optimizer, self._models[0])
+            _say(folder, table.check_fits(folder, found.optimizer, self._models[0]))
+        if found is None and input_dir is None and manifest.whole_siblings(folder):
+            cause = "it has no manifest, as the others have: its saving was not brought to its end"
+            raise CheckpointError(explain("checkpoint", str(folder), cause, manifest.remedy_for(folder)))
         with _mapping(folder), _named(folder):
             return original(self, input_dir, *args, **kwargs)
 

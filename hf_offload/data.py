@@ -120,7 +120,7 @@ def _messages(line: str, where: str) -> list[dict[str, str]]:
         if not good:
             raise RecipeError(f"{where}: the message {shown(message)} has no text `role` and `content`. {form}.")
         if not all(_encodes(message[key]) for key in ("role", "content")):
-            cause = f"the message {shown(message)} has half of a surrogate pair (as \"\\ud83d\"), which is no character"
+            cause = f'the message {shown(message)} has half of a surrogate pair (as "\\ud83d"), which is no character'
             raise RecipeError(f"{where}: {cause}. Write the whole pair, or take it out.")
     return messages
 

@@ -318,4 +318,4 @@ def _table_rows(source: Source, group: Group, dtype: torch.dtype | None) -> Iter
         row = source.row(p.name) if p.name is not None else None
         shape = p.shape if p.shape is not None else tuple(row[1]) if row is not None else ()
         held = dtype or (row[0] if row is not None else torch.float32)
-        yield {"name": p.name, "shape": list(shape), "dtype": str(held).removeprefix("torch.")}
+        yield {"name": p.name, "shape": list(shape), "dtype": str(held).removeprefix("torch."), "trained": True}

@@ -38,8 +38,11 @@ def of_file(path: Path, told: Callable[[int], None] | None = None) -> Digest:
 class HashingFile:
     """A new file for a writer that never seeks, as torch.save: hashed while it is written, synced when it is closed.
 
-    An error of the disk is kept and raised by `close()`, and what is written after it is dropped: torch's C++ writer
-    would end the process if a Python file raised inside it.
+    An error of the disk, or Ctrl-C, is kept and raised by `close()`, and what is written after it is dropped: torch's
+    C++ writer, in the middle of which they come, would put an error of its own in their place.
+
+    Attributes:
+        error: what was kept.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -47,36 +50,42 @@ class HashingFile:
         self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115  (closed by close())
         self._hash = hashlib.sha256()
         self._size = 0
-        self._error: OSError | None = None
+        self.error: BaseException | None = None
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="hf_offload-sha256")
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), PART_BYTES):
-            part = view[start : start + PART_BYTES]
-            if self._error is None:
-                hashed = self._hasher.submit(self._hash.update, part)
-                self._write(part)
-                hashed.result()
+            if self.error is not None:
+                break
+            try:
+                self._write(view[start : start + PART_BYTES])
+            except BaseException as error:
+                self.error = error
         return len(view)
 
     def flush(self) -> None:
         """There is no buffer; torch.save asks for it."""
 
+    @property
+    def digest(self) -> Digest:
+        """Of what has been written so far."""
+        return Digest(self._size, self._hash.hexdigest())
+
     def close(self) -> Digest:
         """Bring the file to the disk.
 
         Raises:
-            OSError: it could not be written, whole or in part.
+            OSError: it could not be written, whole or in part. KeyboardInterrupt: it came meanwhile.
         """
         self._hasher.shutdown()
         try:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             os.fsync(self._file.fileno())
         finally:
             self._file.close()
-        return Digest(self._size, self._hash.hexdigest())
+        return self.digest
 
     def abandon(self) -> None:
         """Close the file as it is."""
@@ -84,10 +93,11 @@ class HashingFile:
         self._file.close()
 
     def _write(self, part: memoryview) -> None:
+        hashed = self._hasher.submit(self._hash.update, part)
         try:
             while part:
                 written = self._file.write(part) or 0
                 self._size += written
                 part = part[written:]
-        except OSError as error:
-            self._error = error
+        finally:
+            hashed.result()  # the memory is the writer's again when this returns

@@ -1,9 +1,10 @@
 """`offload_manifest.json`: size and SHA-256 of every file of a checkpoint, and which parameters its optimizer has.
 
     {"format": 1, "writer": "hf_offload 0.1.0",
-     "files": {"optimizer.pt": {"bytes": 1614181023, "sha256": "..."}, ...},
+     "staged": true, "files": {"optimizer.pt": {"bytes": 1614181023, "sha256": "..."}, ...},
      "optimizer": {"state_dtype": "float32",
-                   "groups": [{"parameters": [{"name": "...", "shape": [49152, 576], "dtype": "bfloat16"}, ...]}]},
+                   "groups": [{"parameters": [{"name": "...", "shape": [49152, 576], "dtype": "bfloat16",
+                                               "trained": true}, ...]}]},
      "sha256": "... of the rest, as canonical JSON"}
 
 Stdlib only, so that `hf-offload checkpoint verify` needs no torch.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -38,11 +39,13 @@ class Manifest:
         files: digest of each file, by its path below the folder ("/" between the parts); the manifest left out.
         optimizer: `state_dtype` and `groups` as above; None where there is no optimizer.
         writer: which version wrote it.
+        staged: whether the whole folder was put in its place at once, so that all of it is the checkpoint's.
     """
 
     files: dict[str, Digest]
     optimizer: dict[str, Any] | None
     writer: str
+    staged: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,22 +56,27 @@ class Damage:
     what: str
 
 
-def write(folder: Path, known: Mapping[str, Digest], optimizer: dict[str, Any] | None) -> Manifest:
+def write(
+    folder: Path, known: Mapping[str, Digest], optimizer: dict[str, Any] | None, only: Container[str] | None = None
+) -> Manifest:
     """Hash every file of `folder`, bring them to the disk, and write the manifest last.
 
     Args:
         known: digests of files that were hashed and synced while they were written, by path below the folder.
         optimizer: see `Manifest`.
+        only: the files that are the checkpoint's, where others' lie beside them; None: all.
     """
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / NAME):
         name = path.relative_to(folder).as_posix()
+        if only is not None and name not in only:
+            continue
         if name in known and known[name].bytes == path.stat().st_size:
             files[name] = known[name]
         else:
             _sync(path)
             files[name] = of_file(path)
-    manifest = Manifest(files, optimizer, f"hf_offload {__version__}")
+    manifest = Manifest(files, optimizer, f"hf_offload {__version__}", staged=only is None)
     text = _text(manifest)
     with (folder / NAME).open("w", encoding="utf-8") as file:
         file.write(text)
@@ -98,7 +106,7 @@ def read(folder: Path) -> Manifest | None:
         if whole["sha256"] != _hash(rest):
             raise ValueError("its own checksum does not fit")
         files = {_name_of(name): Digest(int(d["bytes"]), str(d["sha256"])) for name, d in rest["files"].items()}
-        manifest = Manifest(files, rest["optimizer"], str(rest["writer"]))
+        manifest = Manifest(files, rest["optimizer"], str(rest["writer"]), rest["staged"] is True)
         number = rest["format"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(folder, [Damage(NAME, f"is damaged: {error or type(error).__name__}")]) from None
@@ -193,7 +201,9 @@ def remedy_for(folder: Path) -> str:
 
 def _damaged(folder: Path, found: list[Damage]) -> CheckpointError:
     cause = "damaged: " + "; ".join(f"{d.file} {d.what}" for d in found)
-    return CheckpointError(explain("checkpoint", str(folder), cause, remedy_for(folder)))
+    edited = f". If you changed it on purpose, delete {NAME}: then only torch's own checksums are looked at"
+    missing = all("missing" in d.what for d in found)
+    return CheckpointError(explain("checkpoint", str(folder), cause, remedy_for(folder) + ("" if missing else edited)))
 
 
 def _name_of(name: str) -> str:
@@ -205,7 +215,8 @@ def _name_of(name: str) -> str:
 
 def _text(manifest: Manifest) -> str:
     files = {name: asdict(digest) for name, digest in manifest.files.items()}
-    rest = {"format": FORMAT, "writer": manifest.writer, "files": files, "optimizer": manifest.optimizer}
+    rest = {"format": FORMAT, "writer": manifest.writer, "staged": manifest.staged, "files": files,
+            "optimizer": manifest.optimizer}  # fmt: skip
     return json.dumps({**rest, "sha256": _hash(rest)}, indent=1) + "\n"
 
 

@@ -52,7 +52,7 @@ def check_fits(folder: Path, saved: Mapping[str, Any], model: nn.Module) -> list
         ]
         cause = "it is of another model: " + "; ".join(filter(None, parts))
         raise CheckpointError(explain("checkpoint", str(folder), cause, "Resume with the model that was trained"))
-    frozen = [row for row in rows if not here[row["name"]].requires_grad]
+    frozen = [row for row in rows if row["trained"] and not here[row["name"]].requires_grad]
     if frozen:
         cause = f"{_some(frozen)} was trained there and is frozen here"
         remedy = "Freeze what was frozen there, no more, or start a new run from its weights"
@@ -76,7 +76,7 @@ def _dtypes(folder: Path, rows: list[Mapping[str, Any]], here: Mapping[str, Tens
 
 
 def _row(p: Tensor, name: str | None) -> dict[str, Any]:
-    return {"name": name, "shape": list(p.shape), "dtype": _dtype(p)}
+    return {"name": name, "shape": list(p.shape), "dtype": _dtype(p), "trained": p.requires_grad}
 
 
 def _dtype(p: Tensor) -> str:

@@ -6,7 +6,8 @@ import os
 import pickle
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from hf_offload.checkpoint.digest import Digest, HashingFile
 from hf_offload.checkpoint.manifest import remedy_for
-from hf_offload.errors import CheckpointError, explain
+from hf_offload.errors import CheckpointError, OffloadError, explain
 
 
 def write(obj: Any, path: str | os.PathLike[str], save: Callable[..., Any] = torch.save, **options: Any) -> Digest:
@@ -28,14 +29,33 @@ def write(obj: Any, path: str | os.PathLike[str], save: Callable[..., Any] = tor
     Raises:
         CheckpointError: the disk is full or refuses; what there is of the file is incomplete.
     """
-    try:
+    with hashed(path) as file:
+        save(obj, file, **options)
+    return file.digest
+
+
+@contextmanager
+def hashed(path: str | os.PathLike[str]) -> Iterator[HashingFile]:
+    """A new file whose `digest` is known when the context has ended. Raises as `write`."""
+    with writing(path):
         file = HashingFile(path)
         try:
-            save(obj, file, **options)
-        except BaseException:
+            yield file
+        except BaseException as error:
             file.abandon()
+            if file.error is not None and file.error is not error:
+                raise file.error from error
             raise
-        return file.close()
+        file.close()
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """What the disk refuses in here becomes a CheckpointError that tells of `path`; our own errors stay as they are."""
+    try:
+        yield
+    except OffloadError:  # a WaitTimeout is an OSError, too
+        raise
     except OSError as error:
         raise cannot_write(path, error) from error
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_offload.checkpoint.digest import Digest, HashingFile
+from hf_offload.checkpoint.digest import Digest
 from hf_offload.checkpoint.manifest import remedy_for
-from hf_offload.checkpoint.torch_file import cannot_write
+from hf_offload.checkpoint.torch_file import hashed
 from hf_offload.errors import CheckpointError, explain
 
 WEIGHTS = "model.safetensors"
@@ -168,24 +168,17 @@ def write(
         at = stop
     text = json.dumps(rows, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    try:
-        file = HashingFile(path)
-        try:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name in order:
-                dtype, shape, read = tensors[name]
-                data = read().to(dtype).contiguous().reshape(-1)
-                assert data.numel() == math.prod(shape)
-                if data.numel():
-                    file.write(data.view(torch.uint8).numpy())
-                if told is not None:
-                    told(data.nbytes)
-        except BaseException:
-            file.abandon()
-            raise
-        return file.close()
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    with hashed(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            dtype, shape, read = tensors[name]
+            data = read().to(dtype).contiguous().reshape(-1)
+            assert data.numel() == math.prod(shape)
+            if data.numel():
+                file.write(data.view(torch.uint8).numpy())
+            if told is not None:
+                told(data.nbytes)
+    return file.digest
 
 
 def metadata(path: Path) -> dict[str, str]:

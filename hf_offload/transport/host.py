@@ -303,9 +303,7 @@ class HostTransport:
         if not ring:
             raise TransportError("the transport is closed: its threads and its memory are gone. Make a new optimizer.")
         down = lane is self._lanes[0]
-        return lane.submit(
-            HostCopy(self._mover, what, segments, ring, slot, after or 0.0, down=down, alive=lane.lives)
-        )
+        return lane.submit(HostCopy(self._mover, what, segments, ring, slot, after or 0.0, down=down, alive=lane.lives))
 
 
 def sleep_until(when: float) -> None:

@@ -1,6 +1,6 @@
 """Bugs of checkpoints, each planted into a copy of the code to see that the test named for it fails.
 
-    python tests/checkpoint/planted.py [--jobs 2] [WORDS]
+python tests/checkpoint/planted.py [--jobs 2] [WORDS]
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ PLANTED = (
             "_remove_if_dead(left)"),
     Planted("what another process is writing is deleted",
             FOLDER + "test_what_a_killed_process_left_goes_and_what_a_living_one_writes_stays", STAGING,
-            "except OSError:\nreturn\nshutil", "except OSError:\n    lock = open(os.devnull)\nshutil"),
+            "except OSError:\nreturn\n_bring", "except OSError:\n    lock = open(os.devnull)\n_bring"),
     Planted("a failed save leaves its folder", FOLDER + "test_without_commit_nothing_is_left", STAGING,
             "shutil.rmtree(self.root, ignore_errors=True)\nself._lock.close()", "self._lock.close()"),
     Planted("a full disk goes unnoticed", FOLDER + "test_a_disk_that_is_full_is_told_when_the_file_is_closed", DIGEST,
-            "raise self._error"),
+            "raise self.error"),
     Planted("a full disk raises inside torch's writer",
-            FOLDER + "test_a_disk_that_is_full_is_told_when_the_file_is_closed", DIGEST, "self._error = error",
+            FOLDER + "test_a_disk_that_is_full_is_told_when_the_file_is_closed", DIGEST, "self.error = error",
             "raise"),
     Planted("a file is hashed in another order than it is written",
             FOLDER + "test_a_file_is_hashed_while_it_is_written",

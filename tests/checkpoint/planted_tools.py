@@ -1,6 +1,6 @@
 """Bugs of `hf-offload checkpoint` and of what it reads, each planted into a copy of the code, as in planted.py.
 
-    python tests/checkpoint/planted_tools.py [--jobs 2] [WORDS]
+python tests/checkpoint/planted_tools.py [--jobs 2] [WORDS]
 """
 
 from __future__ import annotations

@@ -421,7 +421,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     from hf_offload.checkpoint.digest import HashingFile
 
     def full(self: Any, part: Any) -> None:
-        self._error = OSError(28, "No space left on device")
+        self.error = OSError(28, "No space left on device")
 
     start = checkpoint(tmp_path / "start", True, torch.bfloat16)
     monkeypatch.setattr(HashingFile, "_write", full)

@@ -16,7 +16,7 @@ import torch
 from hf_offload.checkpoint import digest, manifest, staging, torch_file
 from hf_offload.checkpoint.digest import Digest, HashingFile
 from hf_offload.checkpoint.staging import Staged
-from hf_offload.errors import CheckpointError
+from hf_offload.errors import CheckpointError, WaitTimeout
 
 
 def fill(folder: Path) -> None:
@@ -51,6 +51,22 @@ def test_a_disk_that_is_full_is_told_when_the_file_is_closed() -> None:
     with pytest.raises(OSError) as caught:
         file.close()
     assert caught.value.errno == errno.ENOSPC
+
+
+def test_ctrl_c_while_torch_saves_is_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: HashingFile, part: memoryview) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HashingFile, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        torch_file.write({"a": torch.zeros(1000)}, tmp_path / "optimizer.pt")
+
+
+def test_a_wait_that_took_too_long_is_no_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(WaitTimeout), torch_file.writing(tmp_path):
+        raise WaitTimeout("an OSError, too")
+    with pytest.raises(CheckpointError, match="No space left"), torch_file.writing(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 # ---- torch's files
@@ -256,3 +272,45 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_writes_stays(tmp_
             other.commit()
         living.commit()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-20", "checkpoint-30"]
+
+
+def test_a_folder_that_was_put_aside_comes_back_where_the_process_was_killed_before_its_successor_came(
+    tmp_path: Path,
+) -> None:
+    """On disks that cannot exchange two names."""
+    left = tmp_path / f"{staging.PREFIX}checkpoint-10"
+    fill(left / staging._OLD)
+    fill(left / "checkpoint-10")
+    with Staged(tmp_path / "checkpoint-20"):
+        pass
+    assert "model.bin" in tree(tmp_path / "checkpoint-10") and not left.exists()
+
+
+def test_a_disk_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    for _ in range(2):
+        with Staged(tmp_path / "checkpoint-20") as staged:
+            fill(staged.path)
+            staged.commit()
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-20"]
+
+
+def test_a_link_stays_a_link_to_the_folder_that_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    fill(tmp_path / "disk" / "ckpt")
+    (tmp_path / "ckpt").symlink_to(tmp_path / "disk" / "ckpt")
+    with Staged(tmp_path / "ckpt") as staged:
+        (staged.path / "new").write_text("")
+        staged.commit()
+    assert (tmp_path / "ckpt").is_symlink() and (tmp_path / "disk" / "ckpt" / "new").exists()
+
+
+def test_what_another_node_wrote_on_a_disk_of_its_own_joins_its_folder(tmp_path: Path) -> None:
+    other = Staged(tmp_path / "checkpoint-20", owner=False)
+    with other:
+        fill(other.path)
+    other.take_over()
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-20"] and "model.bin" in tree(tmp_path / "checkpoint-20")

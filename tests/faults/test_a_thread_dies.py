@@ -207,5 +207,3 @@ def one_step(mode: str, bound: float) -> Any:
     found = bits_of(model, optimizer)
     optimizer.close()
     return found
-
-

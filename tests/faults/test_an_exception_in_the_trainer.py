@@ -194,9 +194,7 @@ def test_a_smaller_batch_is_a_run_begun_with_it(how: str, at: int, mode: str, tm
     """accelerate tries again with nine tenths of the rows: 10 become 9. Steps taken before count as training."""
     fails = {"how": how, "at": at, "error": staticmethod(lambda: torch.OutOfMemoryError("CUDA out of memory."))}
     kind = type("Fails", (FailsInLoss,), fails)
-    made = trainer(
-        mode, tmp_path, kind=kind, auto_find_batch_size=True, per_device_train_batch_size=10, max_steps=THEN
-    )
+    made = trainer(mode, tmp_path, kind=kind, auto_find_batch_size=True, per_device_train_batch_size=10, max_steps=THEN)
     made.train()
     assert made._train_batch_size == 9
     found = bits_of(made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import shutil
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def test_the_name_appears_only_when_all_is_written(lab: Any, monkeypatch: pytest
     monkeypatch.setattr(manifest, "write", write)
     trainer = lab.trainer(**EVERY_STEP)
     trainer.train()
-    one, two = ".hf_offload-saving-checkpoint-1", ".hf_offload-saving-checkpoint-2"
+    one, two = "_hf_offload-saving-checkpoint-1", "_hf_offload-saving-checkpoint-2"
     assert seen == [([one], None), ([two, "checkpoint-1"], str(checkpoint(trainer, 1)))]
 
 
@@ -154,7 +154,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
             if state.global_step != 1:
                 return
             if where == "optimizer":
-                monkeypatch.setattr(digest.HashingFile, "_write", lambda self, part: setattr(self, "_error", ERROR))
+                monkeypatch.setattr(digest.HashingFile, "_write", lambda self, part: setattr(self, "error", ERROR))
             elif where == "weights":
                 monkeypatch.setattr("transformers.modeling_utils.safe_save_file", rust_says_full)
             elif where == "manifest":
@@ -335,10 +335,42 @@ def test_accelerates_state_is_saved_whole_and_resumes_bit_for_bit(lab: Any, tool
 
 
 def test_a_folder_with_other_things_in_it_is_not_replaced(lab: Any, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("mine")
-    inode = (tmp_path / "out").stat().st_ino
-    loop(lab, tmp_path / "out", 2, save_at=1)
-    assert (tmp_path / "out").stat().st_ino == inode and (tmp_path / "out" / "mine").exists()
-    assert manifest.verify(tmp_path / "out") is not None
-    shutil.rmtree(tmp_path / "out")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "train.log").write_text("mine")
+    inode = folder.stat().st_ino
+    for _ in range(2):
+        loop(lab, folder, 4, save_at=2)
+        (folder / "train.log").write_text("mine, and growing")
+        found = manifest.verify(folder)
+        assert found is not None and "optimizer.bin" in found.files and "train.log" not in found.files
+    assert folder.stat().st_ino == inode and (folder / "train.log").exists()
+    loop(lab, folder, 4)
+
+
+def test_what_was_frozen_all_along_resumes(lab: Any, tools: Any, tmp_path: Path) -> None:
+    def trainer() -> Any:
+        model = lab.model()
+        model.model.embed_tokens.requires_grad_(False)
+        made = OffloadAdam(model.parameters(), lr=1e-2, model=model)  # the frozen ones are in its groups as well
+        return lab.trainer(model, more={"optimizers": (made, None)}, **{**EVERY_STEP, "max_steps": 4})
+
+    whole, resumed = trainer(), trainer()
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(checkpoint(whole, 2)))
+    assert tools.same_bits(tools.weights(whole.model), tools.weights(resumed.model))
+
+
+def test_a_model_that_the_trainer_does_not_move_resumes(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it is cast only when the optimizer is made, after the checkpoint is looked at."""
+    from transformers import TrainingArguments
+
+    monkeypatch.setattr(TrainingArguments, "place_model_on_device", False)
+    whole = lab.trainer(bf16=True, **EVERY_STEP)
+    whole.train()
+    lab.trainer(bf16=True, **{**EVERY_STEP, "max_steps": 3}).train(resume_from_checkpoint=str(checkpoint(whole, 1)))
+
+
+def test_torchs_functions_can_still_be_pickled() -> None:
+    for function in (torch.save, torch.load):
+        assert pickle.loads(pickle.dumps(function)) is function
