@@ -272,6 +272,7 @@ def test_one_exception_tree() -> None:
         errors.UnsupportedError: RuntimeError,
         errors.HostMemoryError: RuntimeError,
         errors.StateError: RuntimeError,
+        errors.CheckpointError: errors.StateError,
         errors.TransportError: RuntimeError,
         errors.WaitTimeout: TimeoutError,
     }

@@ -18,7 +18,7 @@ from torch import nn
 from hf_offload import OffloadAdam
 from hf_offload.errors import UnsupportedError
 from support.engine import TinyLM, batches, copies, late, optimizer_of, settings
-from support.faults import SOON, agree, bits_of, every_mode, learn, most_modes, twin_of, undisturbed
+from support.faults import SOON, agree, bits_of, every_mode, learn, most_modes, total, twin_of, undisturbed
 
 
 def saved_and_loaded(model: nn.Module) -> nn.Module:
@@ -131,11 +131,6 @@ def test_copies_of_the_optimizer_are_refused_and_harm_nothing(how: str, mode: st
     found = bits_of(model, optimizer)
     optimizer.close()
     assert agree(found, undisturbed(mode, 5))
-
-
-def total(model: nn.Module, answer: Any) -> None:
-    """In a spawned process."""
-    answer.put(sum(p.double().sum().item() for p in model.parameters()))
 
 
 def test_the_model_goes_to_a_spawned_process() -> None:
