@@ -349,7 +349,7 @@ def make(
     ring = [Line(name="pinned_ring", host=pinned_ring_bytes(bucket_bytes, ring_slots), note="whatever the model")]
     if streaming is not None and streaming.shadow_bytes:
         ring.append(Line(name="shadow", host=streaming.shadow_bytes, note="for speculation"))
-    ring.append(Line(name="checkpoint", note="saved in place"))
+    ring.append(Line(name="checkpoint", note="streamed: no copy"))
     other = (*ring, *_other_lines(counts, workload, shape))
     times = seconds(counts, workload, machine, streaming is not None)
     longest = max(times.link, times.host_step)

@@ -31,7 +31,7 @@ HUNG_S = 100.0
 """Seconds after which a test that goes on has failed: the bug made it hang. pytest-timeout ends it."""
 STUCK_S = 400.0
 """Seconds after which pytest itself is ended, where a test hangs in a way that nothing inside can end."""
-TRIES = 2
+TRIES = 3
 """A race is not lost every time: a bug counts as caught if its test fails in one of so many runs."""
 BROKEN = ("ImportError", "ModuleNotFoundError", "NameError", "SyntaxError", "IndentationError")
 """What a bug that was planted badly raises. A test that fails with these has shown nothing."""
