@@ -321,7 +321,8 @@ PLANTED = (
             FIELD + "a_stuck_copy_is_told_with_what_was_waited_for_and_does_not_hang" + on("overlapped"),
             "transport/bell.py", "left = since + timeout_s - time.monotonic()", "left = 3600.0"),
     Planted("timeout_s is for the whole step", FIELD + "a_slow_step_that_goes_on_is_not_cut_off",
-            "engine/pipeline.py", "stages.timeout_s, lambda: stages.moved)", "stages.timeout_s)"),
+            "engine/pipeline.py", "stages.timeout_s, lambda: stages.moved, self._thread.lives",
+            "stages.timeout_s, alive=self._thread.lives"),
 )
 # fmt: on
 

@@ -264,7 +264,7 @@ PLANTED = (
             "transport/test_bell.py::test_what_becomes_true_just_before_it_listens_is_heard", "transport/bell.py",
             "while not reached():\nleft", "while True:\n    left"),
     Planted("the bell, when a bucket is on its way",
-            "engine/test_unhooked.py::test_the_first_block_runs_while_the_last_weights_are_on_their_way[plain-overlapped]",
+            WAITS + "test_a_unit_is_told_when_its_bucket_is_on_its_way_and_not_at_the_end_of_the_step",
             PIPELINE, "append(event)\nself._bell.ring()", "append(event)"),
     Planted("the bell, when a step has ended", WAITS + "test_readers_wait_for_all", PIPELINE,
             "del error\nbell.ring()", "del error"),

@@ -618,3 +618,26 @@ def test_a_forward_in_another_thread_waits_as_well() -> None:
         thread.join(LONG)
         assert losses == [model(ids).item()]
     reference.close()
+
+
+def test_a_unit_is_told_when_its_bucket_is_on_its_way_and_not_at_the_end_of_the_step() -> None:
+    """The first bucket comes when the forward already waits for it, the last one not before the first block has run."""
+    with under_way(None) as (model, optimizer):
+        optimizer.synchronize()
+        last = len(optimizer.engine.arenas[0].plan.buckets)
+        ran, in_vain, count = threading.Event(), [], 0
+
+        def before() -> None:
+            nonlocal count
+            count += 1
+            if count == 1:
+                time.sleep(LATE)
+            elif count == last and not ran.wait(10 * LATE):
+                in_vain.append(count)
+
+        model.layers[0].register_forward_hook(lambda *args: ran.set())
+        handmade(model, 1)
+        with kernels(before):
+            optimizer.step()
+            model(next(batches()))
+        assert count == last and not in_vain
