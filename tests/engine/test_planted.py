@@ -1,6 +1,6 @@
 """The list of planted bugs goes with the code: each can still be planted, and its test is there and fails with it.
 
-To plant them all takes a quarter of an hour of two cores: here every third is, and `planted.py` is the whole as a script.
+To plant them all takes a quarter of an hour of two cores: here every third is, and `planted.py` plants all.
 """
 
 from __future__ import annotations

@@ -639,5 +639,6 @@ def test_a_unit_is_told_when_its_bucket_is_on_its_way_and_not_at_the_end_of_the_
         handmade(model, 1)
         with kernels(before):
             optimizer.step()
+            optimizer.zero_grad()  # kept gradients would be waited for
             model(next(batches()))
         assert count == last and not in_vain
