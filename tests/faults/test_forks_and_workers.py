@@ -9,17 +9,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from hf_offload import OffloadAdam
 from hf_offload.errors import OffloadError
-from hf_offload.kernels import cpu
-from support.engine import VOCAB, Hold, TinyLM, batches, copies, late, optimizer_of, settings, weights
-from support.faults import SOON, agree, bits_of, every_mode, learn, most_modes, twin_of, undisturbed
+from support.engine import Hold, TinyLM, batches, copies, late, optimizer_of, settings, weights
+from support.faults import SOON, Rows, agree, bits_of, every_mode, learn, most_modes, twin_of, undisturbed
 from support.transport import LONG, exit_code
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -153,22 +151,6 @@ def test_a_child_that_ends_through_its_exit_functions(end: str) -> None:
 
 
 # ---- loaders of data
-
-
-class Rows(Dataset[Tensor]):
-    """Rows that a worker makes; `kernel`: with a kernel of ours, as somebody's collator might."""
-
-    def __init__(self, kernel: bool = False) -> None:
-        self.kernel = kernel
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, i: int) -> Tensor:
-        if self.kernel:
-            big = np.ones(200_000, np.float32)
-            cpu.sum_of_squares(big, "float32", threads=2)
-        return torch.randint(0, VOCAB, (5,), generator=torch.Generator().manual_seed(i))
 
 
 def epochs(mode: str, **loader: Any) -> Any:

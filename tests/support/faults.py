@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from hf_offload import OffloadAdam
-from support.engine import MODES, TinyLM, batches, groups, optimizer_of, ours, same, settings, state, weights
+from hf_offload.kernels import cpu
+from support.engine import MODES, VOCAB, TinyLM, batches, groups, optimizer_of, ours, same, settings, state, weights
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON = 40.0  # seconds: far less than the default of timeout_s, far more than anything here takes
@@ -140,3 +144,23 @@ def ended(program: subprocess.Popen[str], within_s: float = 120.0) -> tuple[int,
 def total(model: nn.Module, answer: Any) -> None:
     """In a spawned process, which imports this module by name."""
     answer.put(sum(p.double().sum().item() for p in model.parameters()))
+
+
+class Rows(Dataset[Tensor]):
+    """Rows that a worker makes; a spawned one imports this module by name.
+
+    Args:
+        kernel: with a kernel of ours, as somebody's collator might.
+    """
+
+    def __init__(self, kernel: bool = False) -> None:
+        self.kernel = kernel
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, i: int) -> Tensor:
+        if self.kernel:
+            big = np.ones(200_000, np.float32)
+            cpu.sum_of_squares(big, "float32", threads=2)
+        return torch.randint(0, VOCAB, (5,), generator=torch.Generator().manual_seed(i))
