@@ -14,16 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_offload import optim_args
 from hf_offload.checkpoint import manifest, table, torch_file
 from hf_offload.checkpoint.digest import Digest
 from hf_offload.checkpoint.staging import Staged
 from hf_offload.errors import CheckpointError, HostMemoryError, OffloadError, explain
-
-if TYPE_CHECKING:
-    from hf_offload.optimizer import OffloadAdam
 
 Method = Callable[..., Any]
 OPTIMIZER, SCHEDULER, TRAINER_STATE = "optimizer.pt", "scheduler.pt", "trainer_state.json"
@@ -118,9 +115,8 @@ def saves_whole_folders(original: Method) -> Method:
             _name_the_best(self, run_dir, staged)
             self.accelerator.wait_for_everyone()  # their random states are there
             if self.args.should_save:
-                known.pop(TRAINER_STATE, None)
-                table_of = None if self.args.save_only_model else _table(optimizer, self.model)
-                manifest.write(staged.path, known, table_of)
+                rows = None if self.args.save_only_model else table.describe(optimizer.param_groups, self.model)
+                manifest.write(staged.path, known, rows)
                 staged.commit()
         self.accelerator.wait_for_everyone()
         if self.args.local_process_index == 0:
@@ -183,10 +179,6 @@ def _rotate(trainer: Any, run_dir: str) -> None:
             best_model_checkpoint=trainer.state.best_model_checkpoint,
             use_mtime=True,
         )
-
-
-def _table(optimizer: OffloadAdam, model: Any) -> dict[str, Any]:
-    return table.describe(optimizer.param_groups, model)
 
 
 # ------------------------------------------------------------------------------------------------- Trainer: loading

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hf_offload.planner import GB, Plan
+from hf_offload.planner import Plan
 
 _NAMES = {
     "weights": "weights",
@@ -248,7 +248,3 @@ def environment_lines(facts: Mapping[str, Any]) -> list[str]:
     """`name: value` lines without borders or colours, to be copied into a bug report."""
     width = max(len(name) for name in facts) + 1
     return [f"{name + ':':<{width}} {value}" for name, value in facts.items()]
-
-
-def gigabytes(count: int) -> str:
-    return f"{count / GB:.1f} GB"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
 
@@ -19,3 +20,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.option.markexpr == "gpu":
         return 0
     return min(os.cpu_count() or 1, MOST_WORKERS)
+
+
+@pytest.fixture(scope="session")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A copy of the repository, for the tests that plant bugs."""
+    from support.planting import Copy
+
+    return Copy(tmp_path_factory.mktemp("planted"))

@@ -24,8 +24,8 @@ COMPAT, MANIFEST, STAGING, DIGEST, TABLE, TORCH = (
 PLANTED = (
     # ---- saving
     Planted("a checkpoint has its name before its manifest", TRAINER + "test_the_name_appears_only_when_all_is_written",
-            COMPAT, "manifest.write(staged.path, known, table_of)\nstaged.commit()",
-            "staged.commit()\nmanifest.write(staged.target, known, table_of)"),
+            COMPAT, "manifest.write(staged.path, known, rows)\nstaged.commit()",
+            "staged.commit()\nmanifest.write(staged.target, known, rows)"),
     Planted("the best model is looked for in the temporary folder",
             TRAINER + "test_best_model_and_rotation_are_as_ever", COMPAT, "_name_the_best(self, run_dir, staged)"),
     Planted("old checkpoints pile up", TRAINER + "test_best_model_and_rotation_are_as_ever", COMPAT,

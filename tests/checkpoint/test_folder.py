@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fnmatch
 import hashlib
 import json
 import os
@@ -226,6 +227,12 @@ def test_nothing_is_seen_under_the_name_before_it_is_whole(tmp_path: Path) -> No
         assert target.is_dir()
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-20"]
     assert "model.bin" in tree(target)
+
+
+def test_the_trainers_upload_leaves_it_out(tmp_path: Path) -> None:
+    """`ignore_patterns` of its upload_folder, matched against paths below output_dir."""
+    root = Staged(tmp_path / "checkpoint-20").root
+    assert fnmatch.fnmatch(f"{root.name}/checkpoint-20/optimizer.pt", "_*")
 
 
 def test_without_commit_nothing_is_left(tmp_path: Path) -> None:

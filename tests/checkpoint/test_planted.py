@@ -12,11 +12,6 @@ PLANTED = [bug for script in ("planted.py", "planted_tools.py") for bug in liste
 every_bug = pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
 
 
-@pytest.fixture(scope="session")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Copy:
-    return Copy(tmp_path_factory.mktemp("planted"))
-
-
 @every_bug
 def test_it_can_be_planted_and_its_test_exists(bug: Planted) -> None:
     check(bug)

@@ -15,11 +15,6 @@ PLANTED = listed(HERE / "planted.py")
 every_bug = pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
 
 
-@pytest.fixture(scope="session")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Copy:
-    return Copy(tmp_path_factory.mktemp("planted"))
-
-
 @every_bug
 def test_it_can_be_planted_and_its_test_exists_and_so_does_its_line_in_the_table(bug: Planted) -> None:
     check(bug)

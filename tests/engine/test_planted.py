@@ -15,11 +15,6 @@ PLANTED = listed(Path(__file__).with_name("planted.py"))
 every_bug = pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
 
 
-@pytest.fixture(scope="session")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Copy:
-    return Copy(tmp_path_factory.mktemp("planted"))
-
-
 @every_bug
 def test_it_can_be_planted_and_its_test_exists(bug: Planted) -> None:
     check(bug)

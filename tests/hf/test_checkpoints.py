@@ -334,6 +334,24 @@ def test_accelerates_state_is_saved_whole_and_resumes_bit_for_bit(lab: Any, tool
         loop(lab, folder, 6)
 
 
+def test_an_unfinished_folder_that_accelerate_named_is_not_loaded(lab: Any, tmp_path: Path) -> None:
+    from accelerate.utils import ProjectConfiguration
+
+    compat_state()
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = OffloadAccelerator(cpu=True, project_config=project)
+    model = lab.model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        accelerator.save_state()
+    accelerator.load_state()
+    assert manifest.verify(tmp_path / "checkpoints" / "checkpoint_1") is not None
+    (tmp_path / "checkpoints" / "checkpoint_1" / manifest.NAME).unlink()
+    with pytest.raises(CheckpointError, match=r"no manifest.*checkpoint_0"):
+        accelerator.load_state()
+    optimizer.optimizer.close()
+
+
 def test_a_folder_with_other_things_in_it_is_not_replaced(lab: Any, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
