@@ -55,7 +55,8 @@ def host_limits(root: Path = Path("/")) -> list[HostMemory]:
     That is the machine's available memory, every cgroup around this process, where the kernel promises no more than it
     has (vm.overcommit_memory=2) what it may still promise, and this process's own ulimits. Swap does not count: a step
     that swaps takes minutes. A cgroup leaves its limit minus its usage, where page cache that the kernel gives back on
-    demand (`inactive_file`) does not count as used.
+    demand does not count as used: files on either of its lists, as in MemAvailable (a model's files, read twice, are
+    on the active one).
 
     Args:
         root: as in `available_host_bytes`.
@@ -103,12 +104,12 @@ def _machine_elsewhere() -> Iterator[HostMemory]:
 
 def _cgroups_v2(root: Path) -> Iterator[HostMemory]:
     for group, folder in _around(root / "sys" / "fs" / "cgroup", _own_cgroup(root, "")):
-        yield from _left(folder, group, "memory.max", "memory.current", "inactive_file")
+        yield from _left(folder, group, "memory.max", "memory.current", "")
 
 
 def _cgroups_v1(root: Path) -> Iterator[HostMemory]:
     for group, folder in _around(root / "sys" / "fs" / "cgroup" / "memory", _own_cgroup(root, "memory")):
-        yield from _left(folder, group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        yield from _left(folder, group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 def _own_cgroup(root: Path, controller: str) -> str:
@@ -140,11 +141,12 @@ def _around(mount: Path, group: str) -> Iterator[tuple[str, Path]]:
 _NO_LIMIT = 1 << 60
 
 
-def _left(folder: Path, group: str, limit_file: str, usage_file: str, cache_field: str) -> Iterator[HostMemory]:
+def _left(folder: Path, group: str, limit_file: str, usage_file: str, prefix: str) -> Iterator[HostMemory]:
     limit, usage = _number(folder / limit_file), _number(folder / usage_file)
     if limit is None or limit >= _NO_LIMIT or usage is None:
         return
-    reclaimable = _fields(folder / "memory.stat").get(cache_field, 0)
+    stat = _fields(folder / "memory.stat")
+    reclaimable = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
     left = max(0, limit - max(0, usage - reclaimable))
     yield HostMemory(
         left, limit, f"cgroup {limit_file} of {group}", to_free="end other programs in the container or job",

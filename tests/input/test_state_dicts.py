@@ -82,7 +82,7 @@ def edit(data: st.DataObject, saved: dict[str, Any]) -> Any:
         elif change == "remove" and key is not None:
             del node[key]
         elif change == "repeat" and key is not None and isinstance(node, list):
-            node.append(copy.deepcopy(node[key]) if not isinstance(node[key], int) else node[0])
+            node.append(copy.copy(node[key]))  # not deeper: an edit before may have put a generator there
             if data.draw(st.booleans()):
                 del node[0]
         elif isinstance(node, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +16,17 @@ from hypothesis import strategies as st
 from hf_offload.errors import OffloadError
 
 both_sizes = pytest.mark.parametrize("examples", [50, pytest.param(1500, marks=pytest.mark.slow)], ids=["few", "many"])
-"""A test that takes `examples`: the few are the same in every run, the many differ from run to run."""
+"""A test that takes `examples`."""
+
+FUZZ = "FUZZ"
+"""Set in the environment, it makes every run draw other examples (`FUZZ=1 pytest -m slow tests/input`), or those of
+`--hypothesis-seed`. Else they are always the same: what CI says can be seen again, by anybody."""
 
 
 def examples_of(examples: int, **more: Any) -> settings:
     return settings(
         max_examples=examples,
-        derandomize=examples < 500,
+        derandomize=FUZZ not in os.environ,
         print_blob=True,
         database=None,
         deadline=None,

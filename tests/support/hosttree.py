@@ -21,7 +21,7 @@ def v2(group: str, limit: str | int, used: int, cache: int = 0) -> dict[str, str
     return {
         f"{folder}/memory.max": f"{limit}\n",
         f"{folder}/memory.current": f"{used}\n",
-        f"{folder}/memory.stat": f"anon 1\nfile 99999999\ninactive_file {cache}\nactive_file 7\n",
+        f"{folder}/memory.stat": f"anon 1\nfile 99999999\n{_lists('', cache)}",
     }
 
 
@@ -30,8 +30,13 @@ def v1(group: str, limit: int, used: int, cache: int = 0) -> dict[str, str]:
     return {
         f"{folder}/memory.limit_in_bytes": f"{limit}\n",
         f"{folder}/memory.usage_in_bytes": f"{used}\n",
-        f"{folder}/memory.stat": f"cache 5\ninactive_file 3\ntotal_inactive_file {cache}\n",
+        f"{folder}/memory.stat": f"cache 5\ninactive_file 3\n{_lists('total_', cache)}",
     }
+
+
+def _lists(prefix: str, cache: int) -> str:
+    """Page cache, on both of the kernel's lists."""
+    return f"{prefix}inactive_file {cache // 2}\n{prefix}active_file {cache - cache // 2}\n"
 
 
 def machine(available: int, total: int = 64 * GB) -> dict[str, str]:
