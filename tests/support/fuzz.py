@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import traceback
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +57,24 @@ values = st.recursive(
     max_leaves=6,
 )
 """What a parser of YAML may give, and worse."""
+
+
+@contextmanager
+def each_failure_told() -> Iterator[None]:
+    """Hypothesis groups failures, and pytest's summary only counts them: here each has its error and place in it."""
+    try:
+        yield
+    except Exception as group:
+        errors = getattr(group, "exceptions", ())
+        if not errors:
+            raise
+        raise AssertionError("; ".join(map(_told, errors))) from group
+
+
+def _told(error: Exception) -> str:
+    where = traceback.extract_tb(error.__traceback__)[-1:]
+    place = "".join(f" at {os.path.basename(frame.filename)}:{frame.lineno}" for frame in where)
+    return f"{type(error).__name__}{place}: {str(error)[:200]}"
 
 
 @contextmanager
