@@ -1,21 +1,3 @@
-from __future__ import annotations
+from support.engine_fixtures import guesses_in_parts, no_thread_is_left
 
-from collections.abc import Iterator
-
-import pytest
-
-from support.engine import ours
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    """Whatever a test makes ends with it: closed, or forgotten."""
-    before = ours()
-    yield
-    assert ours() <= before
-
-
-@pytest.fixture(autouse=True)
-def guesses_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets here are small; a guess is made part by part all the same."""
-    monkeypatch.setattr("hf_offload.engine.speculation.PART", 7)
+__all__ = ["guesses_in_parts", "no_thread_is_left"]

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_offload import OffloadAdam
 from hf_offload.engine.norm import clip_factor
-from support.fuzz import both_sizes, each_failure_told, examples_of
+from support.fuzz import both_sizes, examples_of
 from support.optimizer import DTYPES, EXACT, Bag, Twin, assert_twin, config, offload, same_bits
 
 SHAPES = ((), (7,), (3, 5), (0, 2), (301,))
@@ -239,5 +239,4 @@ class Calls(RuleBasedStateMachine):
 def test_calls_in_any_order(mode: str, examples: int) -> None:
     machine = type(f"Calls_{mode}", (Calls,), {"mode": mode})
     few = examples < 500
-    with each_failure_told():
-        run_state_machine_as_test(machine, settings=examples_of(examples // 2, stateful_step_count=20 if few else 40))
+    run_state_machine_as_test(machine, settings=examples_of(examples // 2, stateful_step_count=20 if few else 40))
