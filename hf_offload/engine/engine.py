@@ -106,6 +106,8 @@ class Engine:
         self._census: Census | None = None
         self._peak_gradient_bytes = 0
         self._closed = False
+        self._displaced = False  # another engine was made for some of our parameters since
+        own(parameters(), self)
 
     # ---- what is known before a step
 
@@ -204,7 +206,11 @@ class Engine:
             self.stream.open(self.arenas)
 
     def hand_over(self, params: Sequence[Tensor]) -> None:
-        """Another engine steps these from now on: no step or gradient of ours may come in between."""
+        """Another engine steps these from now on: no step or gradient of ours may come in between.
+
+        Our hooks may still be on the model: they bind nothing any more. A step of ours that is asked for is taken.
+        """
+        self._displaced = True
         try:
             self.wait_all()
         finally:
@@ -516,7 +522,7 @@ class Engine:
             self._wait_for_kept_gradients()
         if self.stream is not None:
             self.stream.take_back()  # after a backward that failed
-        if not self._bound and not self._closed and torch.is_grad_enabled():
+        if not (self._bound or self._closed or self._displaced) and torch.is_grad_enabled():
             self.bind_trainable()
             self.watch.arm()  # before the first step nobody has a reason to wait before writing to weights
 

@@ -26,9 +26,10 @@ class Tap:
         plain: whether the parameter's memory is contiguous.
         nbytes: bytes of one gradient.
         kind: dtype, shape and device of the parameter.
+        shut: nothing is taken any more, though an interrupt while the hook was set may have left it there.
     """
 
-    __slots__ = ("kind", "lent", "nbytes", "placeholder", "places", "plain")
+    __slots__ = ("kind", "lent", "nbytes", "placeholder", "places", "plain", "shut")
 
     def __init__(self, p: Tensor, placeholder: StreamedGradient) -> None:
         self.placeholder = placeholder
@@ -37,6 +38,7 @@ class Tap:
         self.plain = p.is_contiguous()
         self.nbytes = p.numel() * p.element_size()
         self.kind = p.dtype, p.shape, p.device
+        self.shut = False
 
 
 class Held:

@@ -125,9 +125,7 @@ class GradientStream:
             p.requires_grad_(asked)
 
     def close(self) -> None:
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles = {}
+        self.let_go([p for p, _ in self._tap_of.values()])
         for p, tap in self._tap_of.values():
             if p.grad is tap.placeholder:
                 p.grad = None
@@ -136,6 +134,8 @@ class GradientStream:
     def let_go(self, params: Iterable[Tensor]) -> None:
         """Their gradients stay in `.grad` from now on: somebody else takes them. `flush` still finds what is there."""
         for p in params:
+            if id(p) in self._tap_of:
+                self._tap_of[id(p)][1].shut = True
             handle = self._handles.pop(id(p), None)
             if handle is not None:
                 handle.remove()
@@ -391,7 +391,7 @@ def _hook(stream: weakref.ref[GradientStream], tap: Tap) -> Callable[[Tensor], N
 
     def arrived(p: Tensor) -> None:
         alive = stream()
-        if alive is None:
+        if alive is None or tap.shut:
             return
         grad = p.grad
         if (

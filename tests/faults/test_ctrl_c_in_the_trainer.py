@@ -4,6 +4,7 @@ are those of a run that was stopped between two steps and went on."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import signal
 import time
@@ -12,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Trainer
 
 from support.engine import TinyLM, batches, copies, late, optimizer_of, settings
-from support.faults import agree, learn, leftovers, most_modes, undisturbed
+from support.faults import Spots, agree, learn, leftovers, most_modes, undisturbed
 from support.faults import bits_of as bits_of_loop
 from support.faults_hf import bits_of, forget_accelerate, ours_of, stopped_after, trainer
 
 LONG_RUN = 100_000
 THEN = 2
+SPOTS = [(since, nth) for since in ("bind", "own", "_open") for nth in range(30, 1200, 240)]
+MORE = [("bind_trainable", nth) for nth in range(97, 40_000, 997)]
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +138,49 @@ def test_a_new_trainer_over_the_same_model(mode: str, tmp_path: Path) -> None:
         ours_of(first).close()
 
 
+@pytest.mark.parametrize(("since", "nth"), [*SPOTS, *(pytest.param(*spot, marks=pytest.mark.slow) for spot in MORE)])
+@pytest.mark.parametrize("mode", ["speculative", pytest.param("overlapped", marks=pytest.mark.slow)])
+def test_wherever_it_falls(mode: str, since: str, nth: int, tmp_path: Path) -> None:
+    """At chosen instructions of the engine's, where signals at random times hardly ever fall: while parameters are
+    bound, an owner is noted, hooks are set. Then a new trainer over the same model."""
+    first = trainer(mode, tmp_path, max_steps=2, logging_steps=LONG_RUN)
+    spots = Spots("hf_offload/engine/", since, nth)
+    with contextlib.suppress(KeyboardInterrupt), spots:
+        first.train()
+    assert spots.fell or (mode, since) == ("overlapped", "_open")  # where nothing is streamed, no hook is set
+    if first.optimizer is None:  # `own` is first called while the optimizer is made
+        return
+    ours = ours_of(first)
+    taken = ours.stats().steps if ours.engine.arenas else 0
+    second = trainer(mode, tmp_path, model=first.model, max_steps=THEN, logging_steps=LONG_RUN)
+    second.train()
+    found = bits_of(second)
+    ours_of(second).close()
+    ours.close()
+    assert agree(found, new_trainer_after(taken)), (spots.fell, taken)
+
+
+def test_a_hook_that_nobody_has_a_handle_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C falls between torch's setting a hook and our keeping its handle."""
+    model, settings_ = TinyLM(), settings("speculative")
+    first = optimizer_of(model, settings_)
+    register = torch.Tensor.register_post_accumulate_grad_hook
+
+    def pressed_after(p: torch.Tensor, hook: Any) -> Any:
+        register(p, hook)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch.Tensor, "register_post_accumulate_grad_hook", pressed_after)
+        model(next(batches()))
+    second = optimizer_of(model, settings_)
+    learn(model, second, batches(), THEN)
+    assert agree(bits_of_loop(model, second), undisturbed("speculative", THEN))
+    second.close()
+    first.close()
+
+
+@functools.cache
 def new_trainer_after(steps: int) -> Any:
     model = None
     if steps:

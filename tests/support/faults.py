@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,43 @@ def agree(a: Bits, b: Bits) -> bool:
 def twin_of(model: nn.Module, config: Any) -> OffloadAdam:
     """An optimizer of its own for a copy of a model."""
     return OffloadAdam(groups(model), lr=1e-2, config=config, model=model)
+
+
+class Spots:
+    """Ctrl-C at the `nth` instruction that this thread runs in files whose path contains `where`, counted from where
+    the function `since` is first called.
+
+    Attributes:
+        fell: where it fell; nothing while it has not.
+    """
+
+    def __init__(self, where: str, since: str, nth: int) -> None:
+        self._where = where
+        self._since: str | None = since
+        self._left = nth
+        self.fell = ""
+
+    def __enter__(self) -> None:
+        sys.settrace(self._enters)
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+    def _enters(self, frame: FrameType, event: str, arg: object) -> Any:
+        code = frame.f_code
+        if self._where not in code.co_filename or self._since not in (None, code.co_name):
+            return None
+        self._since = None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._runs
+
+    def _runs(self, frame: FrameType, event: str, arg: object) -> Any:
+        self._left -= event == "opcode"
+        if not self._left:
+            self.fell = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self._runs
 
 
 def leftovers() -> list[str]:
