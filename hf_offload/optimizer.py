@@ -315,11 +315,13 @@ class OffloadAdam(torch.optim.Optimizer):
         """Show the host state in `self.state`, where torch keeps it."""
         if len(self._shown) == self.engine.bound:
             return
-        for p in self._parameters():
-            if p not in self._shown and self.engine.is_bound(p):
-                self._shown[p] = self.engine.state_views(p)
-                self.state[p] = LiveEntry(self._shown[p], self.engine)
-        self._entries = [entry for entry in self.state.values() if isinstance(entry, LiveEntry)]
+        fresh = [p for p in self._parameters() if p not in self._shown and self.engine.is_bound(p)]
+        shown = {p: self.engine.state_views(p) for p in fresh}
+        for p, views in shown.items():
+            self.state[p] = LiveEntry(views, self.engine)
+        entries = [entry for entry in self.state.values() if isinstance(entry, LiveEntry)]
+        # one statement, and last: after an interrupt before it, all of the above is done again
+        self._shown, self._entries = {**self._shown, **shown}, entries
 
     def _check_state(self, grads: Iterable[Gradient]) -> None:
         """Refuse a step of parameters whose entry of `self.state` was replaced or taken out by hand."""

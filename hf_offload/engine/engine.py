@@ -404,14 +404,16 @@ class Engine:
         stages = Stages(self.placement.transport, self.threads, self.config.timeout_s, self._ranges)
         schedule = make_schedule(name, self.config, self.speculation)
         pipeline = Pipeline(stages, schedule, self.speculation)
+        delay = stream = None
         if name == "delayed":
-            self._delay = Delay(self.config.delay_warmup_steps, lambda: pipeline.delivered)
-        self._pipeline = pipeline
+            delay = Delay(self.config.delay_warmup_steps, lambda: pipeline.delivered)
         if self.config.stream_gradients:
-            self.stream = GradientStream(
-                self.placement.transport, self._pipeline, self.meter, self.threads, self.config.accumulate_dtype,
+            stream = GradientStream(
+                self.placement.transport, pipeline, self.meter, self.threads, self.config.accumulate_dtype,
                 self.speculation, self._groups, self._ranges,
             )  # fmt: skip
+        # one statement: an interrupt falls before or after it
+        self.stream, self._delay, self._pipeline = stream, delay, pipeline
         return pipeline
 
     # ---- waiting

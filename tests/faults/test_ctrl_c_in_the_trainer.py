@@ -23,6 +23,7 @@ from support.faults_hf import bits_of, forget_accelerate, ours_of, stopped_after
 
 LONG_RUN = 100_000
 THEN = 2
+AGAIN = [(since, nth) for since in ("_start", "_fill_state") for nth in range(8, 900, 90)]
 SPOTS = [(since, nth) for since in ("bind", "own", "_open") for nth in range(30, 1200, 240)]
 MORE = [("bind_trainable", nth) for nth in range(97, 40_000, 997)]
 
@@ -158,6 +159,22 @@ def test_wherever_it_falls(mode: str, since: str, nth: int, tmp_path: Path) -> N
     ours_of(second).close()
     ours.close()
     assert agree(found, new_trainer_after(taken)), (spots.fell, taken)
+
+
+@pytest.mark.parametrize(("since", "nth"), [*AGAIN, *(pytest.param(*spot, marks=pytest.mark.slow) for spot in MORE)])
+@pytest.mark.parametrize("mode", ["speculative", pytest.param("overlapped", marks=pytest.mark.slow)])
+def test_the_same_trainer_wherever_it_falls(mode: str, since: str, nth: int, tmp_path: Path) -> None:
+    """Again at chosen instructions: while the pipeline is made, while the state is shown. Then the same trainer."""
+    made = trainer(mode, tmp_path, max_steps=THEN, logging_steps=LONG_RUN)
+    spots = Spots("hf_offload/", since, nth)
+    with contextlib.suppress(KeyboardInterrupt), spots:
+        made.train()
+    assert spots.fell
+    taken = ours_of(made).stats().steps if ours_of(made).engine.arenas else 0
+    made.train()
+    found = bits_of(made)
+    ours_of(made).close()
+    assert agree(found, stopped_after(taken, THEN)), (spots.fell, taken)
 
 
 def test_a_hook_that_nobody_has_a_handle_of(monkeypatch: pytest.MonkeyPatch) -> None:
