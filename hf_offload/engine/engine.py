@@ -107,7 +107,11 @@ class Engine:
         self._peak_gradient_bytes = 0
         self._closed = False
         self._displaced = False  # another engine was made for some of our parameters since
-        own(parameters(), self)
+        try:
+            own(parameters(), self)
+        except BaseException:  # the step of another one does not end, or Ctrl-C came while it was awaited
+            self.placement.close()
+            raise
 
     # ---- what is known before a step
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from hf_offload.engine.plan import Bucket
 from hf_offload.engine.schedules import Schedule, Stages
@@ -26,10 +27,11 @@ class Tap:
         plain: whether the parameter's memory is contiguous.
         nbytes: bytes of one gradient.
         kind: dtype, shape and device of the parameter.
-        shut: nothing is taken any more, though an interrupt while the hook was set may have left it there.
+        handle: takes the hook off the parameter; None before it is set, or where an interrupt came in between.
+        shut: nothing is taken any more, though the hook may still be there for want of a handle.
     """
 
-    __slots__ = ("kind", "lent", "nbytes", "placeholder", "places", "plain", "shut")
+    __slots__ = ("handle", "kind", "lent", "nbytes", "placeholder", "places", "plain", "shut")
 
     def __init__(self, p: Tensor, placeholder: StreamedGradient) -> None:
         self.placeholder = placeholder
@@ -38,7 +40,14 @@ class Tap:
         self.plain = p.is_contiguous()
         self.nbytes = p.numel() * p.element_size()
         self.kind = p.dtype, p.shape, p.device
+        self.handle: RemovableHandle | None = None
         self.shut = False
+
+    def close(self) -> None:
+        """Gradients stay in `.grad` from now on."""
+        self.shut = True
+        if self.handle is not None:
+            self.handle.remove()
 
 
 class Held:

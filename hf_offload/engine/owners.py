@@ -1,4 +1,4 @@
-"""Who steps a parameter: where a second optimizer begins to, the first lets go of it.
+"""Who steps a parameter: where a second optimizer is made for it, the first lets go of it.
 
 A notebook's next cell makes a new trainer over the same model while the old one, interrupted, still lives. Two that
 both took a parameter's gradients during backward would each send what the other left in `.grad`, which has no memory.

@@ -67,7 +67,6 @@ class GradientStream:
         self._taps: list[list[Tap]] = []
         self._inlets: list[list[Inlet]] = []
         self._tap_of: dict[int, tuple[Tensor, Tap]] = {}  # by the parameter's id: tensors hash slowly
-        self._handles: dict[int, Any] = {}  # by the parameter's id
         self.taken = 0
         self._group_of: tuple[object, list[np.ndarray]] = (None, [])
         self.lending = False
@@ -121,12 +120,12 @@ class GradientStream:
         for p, tap in zip(arena.params, taps):  # where an interrupt leaves one without, `flush` finds its gradients
             asked = p.requires_grad
             p.requires_grad_(True)  # torch takes no hook of a frozen parameter, which may be unfrozen later
-            self._handles[id(p)] = p.register_post_accumulate_grad_hook(_hook(me, tap))
+            tap.handle = p.register_post_accumulate_grad_hook(_hook(me, tap))
             p.requires_grad_(asked)
 
     def close(self) -> None:
-        self.let_go([p for p, _ in self._tap_of.values()])
         for p, tap in self._tap_of.values():
+            tap.close()
             if p.grad is tap.placeholder:
                 p.grad = None
         self._tap_of = {}
@@ -135,10 +134,7 @@ class GradientStream:
         """Their gradients stay in `.grad` from now on: somebody else takes them. `flush` still finds what is there."""
         for p in params:
             if id(p) in self._tap_of:
-                self._tap_of[id(p)][1].shut = True
-            handle = self._handles.pop(id(p), None)
-            if handle is not None:
-                handle.remove()
+                self._tap_of[id(p)][1].close()
 
     @property
     def nbytes(self) -> int:

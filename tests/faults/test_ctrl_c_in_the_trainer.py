@@ -23,7 +23,10 @@ from support.faults_hf import bits_of, forget_accelerate, ours_of, stopped_after
 
 LONG_RUN = 100_000
 THEN = 2
-AGAIN = [(since, nth) for since in ("_start", "_fill_state") for nth in range(8, 900, 90)]
+AGAIN = [
+    *(("", "_start", nth) for nth in range(8, 900, 90)),
+    *(("state.py", "__init__", nth) for nth in range(5, 250, 40)),
+]
 SPOTS = [(since, nth) for since in ("bind", "own", "_open") for nth in range(30, 1200, 240)]
 MORE = [("bind_trainable", nth) for nth in range(97, 40_000, 997)]
 
@@ -149,24 +152,25 @@ def test_wherever_it_falls(mode: str, since: str, nth: int, tmp_path: Path) -> N
     with contextlib.suppress(KeyboardInterrupt), spots:
         first.train()
     assert spots.fell or (mode, since) == ("overlapped", "_open")  # where nothing is streamed, no hook is set
-    if first.optimizer is None:  # `own` is first called while the optimizer is made
-        return
-    ours = ours_of(first)
-    taken = ours.stats().steps if ours.engine.arenas else 0
+    ours = ours_of(first) if first.optimizer is not None else None  # `own` is first called while one is made
+    taken = ours.stats().steps if ours is not None and ours.engine.arenas else 0
     second = trainer(mode, tmp_path, model=first.model, max_steps=THEN, logging_steps=LONG_RUN)
     second.train()
     found = bits_of(second)
     ours_of(second).close()
-    ours.close()
+    if ours is not None:
+        ours.close()
     assert agree(found, new_trainer_after(taken)), (spots.fell, taken)
 
 
-@pytest.mark.parametrize(("since", "nth"), [*AGAIN, *(pytest.param(*spot, marks=pytest.mark.slow) for spot in MORE)])
+@pytest.mark.parametrize(
+    ("file", "since", "nth"), [*AGAIN, *(pytest.param("", *spot, marks=pytest.mark.slow) for spot in MORE)]
+)
 @pytest.mark.parametrize("mode", ["speculative", pytest.param("overlapped", marks=pytest.mark.slow)])
-def test_the_same_trainer_wherever_it_falls(mode: str, since: str, nth: int, tmp_path: Path) -> None:
+def test_the_same_trainer_wherever_it_falls(mode: str, file: str, since: str, nth: int, tmp_path: Path) -> None:
     """Again at chosen instructions: while the pipeline is made, while the state is shown. Then the same trainer."""
     made = trainer(mode, tmp_path, max_steps=THEN, logging_steps=LONG_RUN)
-    spots = Spots("hf_offload/", since, nth)
+    spots = Spots(f"hf_offload/{file}", since, nth)
     with contextlib.suppress(KeyboardInterrupt), spots:
         made.train()
     assert spots.fell

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from support.engine import TinyLM, batches, copies, late, optimizer_of, settings
+from support.engine import TinyLM, batches, copies, late, optimizer_of, ours, settings
 from support.faults import SOON, agree, every_mode, learn, leftovers, undisturbed
 from support.faults import bits_of as bits_of_loop
 from support.faults_hf import bits_of, forget_accelerate, ours_of, stopped_after, trainer
@@ -75,6 +75,43 @@ def test_two_loops_where_one_fails(mode: str) -> None:
     assert agree(found, undisturbed(mode, 3))
 
 
+def test_ctrl_c_while_the_first_optimizers_step_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second was not made: it has no threads and no ring, though who keeps the error keeps its frames."""
+    model, data = TinyLM(), batches()
+    first = optimizer_of(model, settings("overlapped"))
+    learn(model, first, data, 1)
+    alone = ours()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
+        patch.setattr(first.engine, "wait_all", interrupted)
+        optimizer_of(model, settings("overlapped"))
+    assert ours() == alone
+    del caught
+    learn(model, first, data, 2)
+    found = bits_of_loop(model, first)
+    first.close()
+    assert agree(found, undisturbed("overlapped", 3))
+
+
+@pytest.mark.parametrize("bound", [False, True], ids=["unbound", "bound"])
+@every_mode
+def test_the_first_optimizer_is_gone_on_with_after_all(mode: str, bound: bool) -> None:
+    """A second one was made for the same model, and dropped again before it took a step."""
+    model, data = TinyLM(), batches()
+    first = optimizer_of(model, settings(mode))
+    if bound:
+        learn(model, first, data, 1)
+    optimizer_of(model, settings("in_order")).close()
+    learn(model, first, data, 3 - bound)
+    found = bits_of_loop(model, first)
+    first.close()
+    if mode != "delayed" or not bound:  # handing over applies the pending update, as any wait for all does
+        assert agree(found, undisturbed(mode, 3))
+
+
 @every_mode
 @pytest.mark.parametrize("first", ["closed", "open", "forgotten", "in mid-step"])
 def test_one_model_by_two_optimizers_one_after_the_other(first: str, mode: str) -> None:
@@ -98,6 +135,7 @@ def test_one_model_by_two_optimizers_one_after_the_other(first: str, mode: str) 
         if first in ("open", "in mid-step"):
             one.close()
         assert not any(m._forward_pre_hooks for m in model.modules()) or first == "forgotten"
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters()) or first == "forgotten"
         return found
 
     assert agree(second_of(mode, first), second_of(mode, "closed"))

@@ -90,12 +90,13 @@ class Spots:
         self._since: str | None = since
         self._left = nth
         self.fell = ""
+        self._before = sys.gettrace()
 
     def __enter__(self) -> None:
         sys.settrace(self._enters)
 
     def __exit__(self, *error: object) -> None:
-        sys.settrace(None)
+        sys.settrace(self._before)
 
     def _enters(self, frame: FrameType, event: str, arg: object) -> Any:
         code = frame.f_code
@@ -109,7 +110,7 @@ class Spots:
         self._left -= event == "opcode"
         if not self._left:
             self.fell = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
-            sys.settrace(None)
+            sys.settrace(self._before)
             raise KeyboardInterrupt
         return self._runs
 
