@@ -6,6 +6,8 @@ Importing this package imports numba; nothing is compiled until a kernel is firs
 from hf_offload.kernels.cpu.accumulate import add, put
 from hf_offload.kernels.cpu.adam import INACTIVE, NUM_COEF, adam_step, adam_step_into, coefficients
 from hf_offload.kernels.cpu.cast import narrow, reseed, widen
+from hf_offload.kernels.cpu.codecs import CODECS, Codec, Held
+from hf_offload.kernels.cpu.compact import CompactState, compact_step
 from hf_offload.kernels.cpu.jit import max_threads
 from hf_offload.kernels.cpu.reduce import (
     BLOCK,
@@ -21,15 +23,20 @@ from hf_offload.kernels.cpu.reduce import (
 __all__ = [
     "BLOCK",
     "CHUNK",
+    "CODECS",
     "INACTIVE",
     "LEAVES",
     "NUM_COEF",
     "Blocks",
+    "Codec",
+    "CompactState",
+    "Held",
     "adam_step",
     "adam_step_into",
     "add",
     "checksum",
     "coefficients",
+    "compact_step",
     "max_threads",
     "narrow",
     "put",

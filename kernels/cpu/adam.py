@@ -140,19 +140,19 @@ def _checked_rest(
     return (
         as_wire("grad", grad, grad_wire or wire, n),
         as_wire("weight", weight, wire, n),
-        _checked_bounds(bounds, n),
-        _checked_coef(coef, len(bounds) - 1),
+        checked_bounds(bounds, n),
+        checked_coef(coef, len(bounds) - 1),
     )
 
 
-def _checked_bounds(bounds: Array, n: int) -> Array:
+def checked_bounds(bounds: Array, n: int) -> Array:
     bounds = as_flat("bounds", bounds, np.dtype(np.int64))
     if not bounds.size or bounds[0] != 0 or bounds[-1] != n or (bounds[1:] < bounds[:-1]).any():
         raise ValueError(f"bounds: must rise from 0 to the bucket's {n} elements, got {bounds}")
     return bounds
 
 
-def _checked_coef(coef: Array, pieces: int) -> Array:
+def checked_coef(coef: Array, pieces: int) -> Array:
     if coef.dtype != np.float32 or coef.shape != (pieces, NUM_COEF) or not coef.flags.c_contiguous:
         raise ValueError(f"coef: must be contiguous float32[{pieces}, {NUM_COEF}], got {coef.dtype}{list(coef.shape)}")
     return coef
@@ -194,7 +194,7 @@ def _step_piece(master, exp_avg, exp_avg_sq, grad, weight, row):  # type: ignore
 
 
 @jit.helper
-def _first_piece(bounds, lo):  # type: ignore[no-untyped-def]
+def first_piece(bounds, lo):  # type: ignore[no-untyped-def]
     """The first piece that ends after element lo."""
     first, last = 0, bounds.size - 1
     while first < last:
@@ -210,7 +210,7 @@ def _first_piece(bounds, lo):  # type: ignore[no-untyped-def]
 def _step_range(master, exp_avg, exp_avg_sq, grad, weight, bounds, coef, lo, hi):  # type: ignore[no-untyped-def]
     """Steps elements lo..hi of the bucket: each piece as far as it overlaps them."""
     mode = enter_ieee()
-    for k in range(_first_piece(bounds, lo), coef.shape[0]):
+    for k in range(first_piece(bounds, lo), coef.shape[0]):
         a, b = max(bounds[k], lo), min(bounds[k + 1], hi)
         if a >= hi:
             break
@@ -248,7 +248,7 @@ def _step_piece_into(master, exp_avg, exp_avg_sq, to_master, to_m, to_v, grad, w
 def _into_range(master, exp_avg, exp_avg_sq, to_master, to_m, to_v, grad, weight, bounds, coef, lo, hi):  # type: ignore[no-untyped-def]
     """`_step_range` with other outputs."""
     mode = enter_ieee()
-    for k in range(_first_piece(bounds, lo), coef.shape[0]):
+    for k in range(first_piece(bounds, lo), coef.shape[0]):
         a, b = max(bounds[k], lo), min(bounds[k + 1], hi)
         if a >= hi:
             break

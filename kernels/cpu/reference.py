@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_offload.kernels.cpu import adam, reduce
+from hf_offload.kernels.cpu import adam, codecs, dither, reduce
+from hf_offload.kernels.cpu.codecs import Codec, Held
+from hf_offload.kernels.cpu.compact import CompactState
 from hf_offload.kernels.cpu.wire import Array
 
 
@@ -41,6 +43,42 @@ def adam_step(
             weight[piece] = narrowed(theta[piece], wire)
 
 
+def compact_step(
+    state: CompactState,
+    to: CompactState,
+    grad: Array,
+    weight: Array,
+    bounds: Array,
+    coef: Array,
+    noise: Array,
+    *,
+    codec: Codec,
+    wire: str,
+    grad_wire: str | None = None,
+) -> None:
+    """`adam_step` with m and v as `codec` holds them: decoded, stepped in float32, encoded with `noise`.
+
+    theta takes its step with m and v as they are before they are rounded.
+    """
+    block = 0
+    for k, c in enumerate(coef):
+        piece = slice(bounds[k], bounds[k + 1])
+        first, block = block, block + codecs.blocks(bounds[k + 1] - bounds[k])
+        scales = slice(first, block if codec.scaled else first)
+        source, target = (
+            Held(h.m[piece], h.v[piece], h.m_scale[scales], h.v_scale[scales]) for h in (state.held, to.held)
+        )
+        theta, made = state.master[piece], source
+        if c[adam.ACTIVE]:
+            m, v = codecs.decode(source, codec)
+            theta, m, v = _update(theta, m, v, widened(grad[piece], grad_wire or wire), c, np.float32)
+            made = codecs.encode(m, v, dither.noise(noise[k], codecs.blocks(m.size)), codec)
+            weight[piece] = narrowed(theta, wire)
+        to.master[piece] = theta
+        for array, values in zip(target, made):
+            array[:] = values
+
+
 def put(src: Array, dst: Array, wire: str, held: str) -> None:
     """dst = src, in dst's format."""
     dst[:] = src if wire == held else narrowed(widened(src, wire), held)
@@ -52,12 +90,14 @@ def add(src: Array, dst: Array, wire: str, held: str) -> None:
         dst[:] = narrowed(one_nan(widened(dst, held) + widened(src, wire)), held)
 
 
-def _update(theta: Array, m: Array, v: Array, grad: Array, c: Array) -> tuple[Array, Array, Array]:
+def _update(
+    theta: Array, m: Array, v: Array, grad: Array, c: Array, l2_in: type[np.floating] = np.float64
+) -> tuple[Array, Array, Array]:
     with np.errstate(all="ignore"):
         g = c[adam.SCALE] * grad
         if c[adam.L2]:
-            g, m, v = g.astype(np.float64), m.astype(np.float64), v.astype(np.float64)
-            g = g + np.float64(c[adam.L2]) * theta
+            g, m, v = g.astype(l2_in), m.astype(l2_in), v.astype(l2_in)
+            g = g + l2_in(c[adam.L2]) * theta
         m = one_nan(((c[adam.KEEP1] * m - c[adam.FADE1] * m) + c[adam.REST1] * g).astype(np.float32))
         v = one_nan((c[adam.BETA2] * v + (c[adam.REST2] * g) * g).astype(np.float32))
         step = c[adam.STEP_SIZE] * (m / (np.sqrt(v) * c[adam.ROOT_SCALE] + c[adam.EPS]))
