@@ -15,6 +15,7 @@ SCHEDULES = ("auto", "in_order", "overlapped", "delayed")
 TRANSPORTS = ("auto", "host", "cuda")
 SKIP_NONFINITE = ("when_clipping", "always", "never")
 ACCUMULATE_DTYPES = ("wire", "float32")
+STATE_DTYPES = ("float32", "bfloat16", "int8")
 MIB = 1 << 20
 LARGEST = 2**63 - 1
 """What counts and bytes may be: whatever is computed from them still is a number to C and to a float."""
@@ -64,6 +65,12 @@ class OffloadConfig:
         default=0,
     )
     delay_warmup_steps: int = _doc("exact steps before schedule='delayed' begins to delay", default=10)
+    state_dtype: str = _doc(
+        "float32 | bfloat16 | int8 (not exact: rounded stochastically): how m and v are held; with the fp32 master "
+        "12, 8 or 6.02 bytes a parameter",
+        default="float32",
+    )
+    rounding_seed: int = _doc("seed of the stochastic rounding of bfloat16 and int8 state", default=0)
     timeline: str | None = _doc("a Chrome trace of the steps' phases is written to this file", default=None)
     poison: bool = _doc("debug: weights in flight are NaN, so that whoever reads them too early shows", default=False)
 
@@ -88,6 +95,8 @@ class OffloadConfig:
         _one_of("accumulate_dtype", self.accumulate_dtype, ACCUMULATE_DTYPES)
         _integer("shadow_bytes", self.shadow_bytes, least=0)
         _integer("delay_warmup_steps", self.delay_warmup_steps, least=0)
+        _one_of("state_dtype", self.state_dtype, STATE_DTYPES)
+        _integer("rounding_seed", self.rounding_seed, least=0)
         for name in ("cast_fp32_weights", "stream_gradients", "poison"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(explain(name, getattr(self, name), "not a bool", "Use true or false"))

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_offload.engine.formats import MOMENTS, StateFormat
 from hf_offload.engine.hyper import check_group
+from hf_offload.engine.moments import CODES, FLOATS, INT8_NAMES, clear, fill, names_in, scale_fits
 from hf_offload.errors import OffloadError, StateError, explain, shown
 
 if TYPE_CHECKING:
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _REMEDY = "Load the state of an Adam or AdamW"
 
 
@@ -93,7 +93,8 @@ class Loadable:
 
     Attributes:
         groups: the settings of each group, without its parameters.
-        entries: `step` (a float), `exp_avg`, `exp_avg_sq` and, if saved, `master` of each parameter that has state.
+        entries: `step` (a float), `exp_avg`, `exp_avg_sq` (or what int8 state has) and, if saved, `master` of each
+            parameter that has state.
     """
 
     groups: list[dict[str, Any]]
@@ -124,7 +125,7 @@ def load(optimizer: OffloadAdam, state_dict: Any) -> None:
     _fill(optimizer, fits.entries, bound_before)
     optimizer._fill_state()
     optimizer._pending.clear()
-    _say_conversions(fits.entries)
+    _say_conversions(fits.entries, engine.kind)
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
@@ -141,38 +142,48 @@ def _fill(optimizer: OffloadAdam, entries: Mapping[Tensor, Mapping[str, Any]], b
             views["master"].copy_(entry["master"])
         elif p in bound_before:  # else seeding has just set it, perhaps from fp32 values that waited for this
             views["master"].copy_(p)
-        for name in MOMENTS:
-            if entry:
-                views[name].copy_(entry[name])
-            else:
-                views[name].zero_()
+        if entry:
+            fill(views, entry, p)
+        else:
+            clear(views)
         views["step"].fill_(entry.get("step", 0.0))
     engine.watch.suspect_all()
 
 
-def _say_conversions(entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
+def _say_conversions(entries: Mapping[Tensor, Mapping[str, Any]], kind: StateFormat) -> None:
     """Which state was held in another dtype than here."""
-    dtypes = Counter(
-        (name, str(t.dtype).removeprefix("torch."))
-        for entry in entries.values() for name, t in entry.items()
-        if isinstance(t, Tensor) and t.dtype != torch.float32
-    )  # fmt: skip
-    for (name, dtype), count in sorted(dtypes.items()):
+    found = Counter(
+        (name, held, here)
+        for entry in entries.values()
+        for name, held in _dtypes(entry).items()
+        if held != (here := "float32" if name == "master" else kind.name)
+    )
+    for (name, held, here), count in sorted(found.items()):
+        rounded = held == "float64" or here == "int8" or (here == "bfloat16" and held != "int8")
         logger.warning(
-            "hf_offload: %s of %d parameters was %s in the loaded state and is float32 here: %s.", name, count, dtype,
-            "rounded to it" if dtype == "float64" else "the values are the same",
+            "hf_offload: %s of %d parameters was %s in the loaded state and is %s here: %s.", name, count, held, here,
+            "rounded to it" if rounded else "the values are the same",
         )  # fmt: skip
+
+
+def _dtypes(entry: Mapping[str, Any]) -> dict[str, str]:
+    """In what each of `exp_avg`, `exp_avg_sq` and `master` is held."""
+    codes = dict.fromkeys(MOMENTS, "int8") if names_in(entry) == INT8_NAMES else {}
+    floats = {name: str(entry[name].dtype).removeprefix("torch.") for name in (*MOMENTS, "master") if name in entry}
+    return {**codes, **floats}
 
 
 def _apart(optimizer: OffloadAdam, entry: Mapping[str, Any], views: Mapping[str, Tensor]) -> dict[str, Any]:
     """`entry`, with a copy of what is another parameter's live state: it would be overwritten before it is read."""
 
-    def safe(value: Any, view: Tensor) -> Any:
-        if not isinstance(value, Tensor) or (value.data_ptr(), value.stride()) == (view.data_ptr(), view.stride()):
+    def safe(value: Any, view: Tensor | None) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if view is not None and (value.data_ptr(), value.stride()) == (view.data_ptr(), view.stride()):
             return value
         return value.clone() if any(arena.holds(value) for arena in optimizer.engine.arenas) else value
 
-    return {name: safe(value, views[name]) for name, value in entry.items()}
+    return {name: safe(value, views.get(name)) for name, value in entry.items()}
 
 
 # ---- the check
@@ -277,18 +288,34 @@ def _entry(p: Tensor, key: Any, entry: Any) -> dict[str, Any]:
         raise StateError(explain(where, entry, "not a dict", "Pass what state_dict() gave"))
     if "max_exp_avg_sq" in entry:
         raise StateError(explain(where, "max_exp_avg_sq", "this is AMSGrad's state", "Load one without amsgrad"))
-    missing = [name for name in ("step", *MOMENTS) if name not in entry]
+    names = names_in(entry)
+    missing = [name for name in ("step", *names) if name not in entry]
     if missing:
         raise StateError(explain(where, sorted(map(str, entry)), f"{', '.join(missing)} missing", _REMEDY))
-    tensors = {name: _tensor(f"{where}[{name!r}]", entry[name], p) for name in (*MOMENTS, "master") if name in entry}
-    return {"step": _step(f"{where}['step']", entry["step"]), **tensors}
+    if names == INT8_NAMES and any(name in entry for name in MOMENTS):
+        raise StateError(explain(where, sorted(map(str, entry)), "exp_avg is there twice, as floats and as int8 codes",
+                                 "Take one of them out"))  # fmt: skip
+    whole = (*(CODES if names == INT8_NAMES else MOMENTS), "master")
+    tensors = {name: _tensor(f"{where}[{name!r}]", entry[name], p, (torch.uint8,) if name in CODES else FLOATS)
+               for name in whole if name in entry}  # fmt: skip
+    scales = {name: _scale(f"{where}[{name!r}]", entry[name], p) for name in names if name not in whole}
+    return {"step": _step(f"{where}['step']", entry["step"]), **tensors, **scales}
 
 
-def _tensor(where: str, value: Any, p: Tensor) -> Tensor:
+def _scale(where: str, value: Any, p: Tensor) -> Tensor:
+    if not scale_fits(p, value):
+        what = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        cause = f"an int8 state has one uint8 for each 128 of the parameter's {p.numel()} elements"
+        raise StateError(explain(where, what, cause, "Load the state of this very model"))
+    return value
+
+
+def _tensor(where: str, value: Any, p: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor:
     whole = isinstance(value, Tensor) and value.layout == torch.strided and not hasattr(value, "device_mesh")
-    if not whole or value.dtype not in _FLOATS or value.is_meta:
+    if not whole or value.dtype not in dtypes or value.is_meta:
         what = f"{value.dtype} {value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
-        raise StateError(explain(where, what, "not a plain tensor of floats", _REMEDY))
+        cause = f"not a plain tensor of {'floats' if dtypes == FLOATS else 'uint8'}"
+        raise StateError(explain(where, what, cause, _REMEDY))
     if value.shape != p.shape:
         remedy = "Load the state of this very model"
         raise StateError(explain(where, tuple(value.shape), f"the parameter is {tuple(p.shape)}", remedy))

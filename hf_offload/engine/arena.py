@@ -3,40 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hf_offload.engine.plan import BucketPlan, ParamSpec, plan_buckets
+from hf_offload.engine.formats import FLOAT32, State, StateFormat, blocks_of, state_bytes
+from hf_offload.engine.moments import as_tensor, names_of
+from hf_offload.engine.plan import Bucket, BucketPlan, ParamSpec, plan_buckets
 from hf_offload.engine.tensors import WIRE, layout_of, shaped_view
 from hf_offload.errors import StateError, explain
+from hf_offload.kernels import cpu
 
-State = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Master, exp_avg and exp_avg_sq of a bucket: float32[numel] each."""
+_NO_NOISE = np.zeros((0, cpu.NUM_NOISE), np.uint32)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What the noise of stochastic rounding depends on beside step and element.
+
+    Attributes:
+        seed: `rounding_seed`.
+        numbers: each parameter's number in `param_groups`, which a resumed run has too.
+    """
+
+    seed: int
+    numbers: Sequence[int]
 
 
 class Arena:
-    """12 bytes of host memory per element for a list of parameters, fixed once made.
+    """Host memory for the state of a list of parameters, fixed once made: 12 bytes per element, or what `kind` takes.
 
     Attributes:
         number: which of the engine's arenas it is.
         params: the parameters, on the device.
+        kind: how m and v are held.
         plan: their buckets.
-        master, exp_avg, exp_avg_sq: float32[plan.numel].
+        state: master, float32[plan.numel], and what `kind` has.
         steps: float32[len(params)], steps taken by each parameter; a float as in torch's AdamW.
     """
 
-    def __init__(self, params: Sequence[Tensor], units: Sequence[int], bucket_bytes: int, number: int = 0) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        units: Sequence[int],
+        bucket_bytes: int,
+        number: int = 0,
+        kind: StateFormat = FLOAT32,
+        rounding: Rounding | None = None,
+    ) -> None:
         self.number = number
+        self.kind = kind
+        self._rounding = rounding or Rounding(0, range(len(params)))
         self.params = list(params)
         specs = [ParamSpec(p.numel(), WIRE[p.dtype], u) for p, u in zip(params, units)]
         self.specs = specs
-        self.plan: BucketPlan = plan_buckets(specs, bucket_bytes)
-        self.master = np.empty(self.plan.numel, np.float32)
-        # calloc's zero pages: the moments' memory is touched first by the step that fills it
-        self.exp_avg = np.zeros(self.plan.numel, np.float32)
-        self.exp_avg_sq = np.zeros(self.plan.numel, np.float32)
+        self.plan: BucketPlan = plan_buckets(specs, bucket_bytes, kind.block)
+        self._block_start = self._count_blocks()
+        self.state: State = kind.allocate(self.plan.numel, self._block_start[-1])
         self.steps = np.zeros(len(self.params), np.float32)
         # One tensor whose elements all steps are: torch.save stores the memory under a view whole, once per tensor.
         self._steps = torch.from_numpy(self.steps)
@@ -48,14 +73,58 @@ class Arena:
         self.piece_counts = np.bincount(
             np.array([p.param for b in self.plan.buckets for p in b.pieces], np.int64), minlength=len(self.params)
         )
-        self._home: list[State] = [
-            tuple(a[b.start : b.start + b.numel] for a in (self.master, self.exp_avg, self.exp_avg_sq))  # type: ignore[misc]
-            for b in self.plan.buckets
-        ]
+        self._home: list[State] = [self._part(slice(b.start, b.start + b.numel), self.blocks_of(b)) for b in
+                                   self.plan.buckets]  # fmt: skip
         self._places = list(self._home)
         self._aliases = [p.detach() for p in self.params]
         self._pointers = [p.data_ptr() for p in self.params]
         self.set_units(units)
+
+    @property
+    def master(self) -> np.ndarray:
+        """float32[plan.numel]."""
+        return self.state[0]
+
+    def _count_blocks(self) -> list[int]:
+        """The first block of each parameter, in the arena, and how many there are."""
+        first, at = [0] * (len(self.specs) + 1), 0
+        for i in sorted(range(len(self.specs)), key=self.plan.param_start.__getitem__):
+            first[i] = at
+            at += blocks_of(self.specs[i].numel, self.kind.block)
+        first[-1] = at
+        return first
+
+    def blocks_of(self, bucket: Bucket) -> slice:
+        """The blocks of a bucket's elements, in the arena."""
+        first = self._block_start[bucket.pieces[0].param] + bucket.pieces[0].start // self.kind.block
+        return slice(first, first + sum(blocks_of(p.length, self.kind.block) for p in bucket.pieces))
+
+    def _part(self, run: slice, blocks: slice) -> State:
+        """The state of some elements; of a format with scales, theirs."""
+        elements, scales = self.state[:3], self.state[3:]
+        return *(a[run] for a in elements), *(a[blocks] if self.kind.scaled else a for a in scales)
+
+    def noise(self, bucket: int, turns: np.ndarray) -> np.ndarray:
+        """uint32[pieces, NUM_NOISE]: the noise with which a bucket is rounded.
+
+        Args:
+            turns: int64[params], the step that each parameter is at.
+        """
+        if self.kind.block == 1:
+            return _NO_NOISE
+        at = self.bucket_params[bucket]
+        firsts = np.array([p.start // self.kind.block for p in self.plan.buckets[bucket].pieces])
+        return cpu.noise_rows(self._rounding.seed, np.asarray(self._rounding.numbers)[at], firsts, turns[at])
+
+    @property
+    def turns(self) -> np.ndarray:
+        """int64[params]: the step that each parameter takes next."""
+        return self.steps.astype(np.int64) + 1
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """What master, exp_avg and exp_avg_sq take, in bytes."""
+        return state_bytes(self.kind, [s.numel for s in self.specs])
 
     def state_of(self, bucket: int) -> State:
         """Where a bucket's state is now: at home in the flat arrays, or where speculation left it."""
@@ -107,18 +176,20 @@ class Arena:
 
     def state_views(self, index: int) -> dict[str, Tensor]:
         """Parameter `index`'s entry of `optimizer.state`: live views in its shape, and its 0-dim step."""
-        at, p = self.slice_of(index), self.params[index]
+        first, p = self._block_start[index], self.params[index]
+        blocks = slice(first, first + blocks_of(p.numel(), self.kind.block))
+        master, m, v, *scales = map(as_tensor, self._part(self.slice_of(index), blocks))
+        held = [shaped_view(m, p), shaped_view(v, p)]
+        if self.kind.scaled:
+            held = [held[0], scales[0], held[1], scales[1]]
         return {
-            "step": self._steps[index],
-            "exp_avg": shaped_view(self.exp_avg[at], p),
-            "exp_avg_sq": shaped_view(self.exp_avg_sq[at], p),
-            "master": shaped_view(self.master[at], p),
-        }
+            "step": self._steps[index], **dict(zip(names_of(self.kind), held)), "master": shaped_view(master, p),
+        }  # fmt: skip
 
     def holds(self, t: Tensor) -> bool:
         """Whether `t` is a view of this state."""
         return any(a.size and a.ctypes.data <= t.data_ptr() < a.ctypes.data + a.nbytes
-                   for a in (self.master, self.exp_avg, self.exp_avg_sq))  # fmt: skip
+                   for a in self.state)  # fmt: skip
 
     def glance(self, indices: Sequence[int]) -> None:
         """`check_unchanged`, at a fifth of its cost, for parameters whose address has not changed.

@@ -8,13 +8,12 @@ from torch import Tensor
 
 from hf_offload import preflight
 from hf_offload.config import OffloadConfig
+from hf_offload.engine.formats import FORMATS, MOMENTS, state_bytes
 from hf_offload.engine.masters import waiting_bytes
 from hf_offload.errors import HostMemoryError, explain
 from hf_offload.planner import pinned_ring_bytes
 from hf_offload.preflight import FewerParameters, Saves, SmallerRing, WayOut
 from hf_offload.ranks import local_ranks
-
-_STATE = ("master", "exp_avg", "exp_avg_sq")
 
 
 class Budget:
@@ -25,10 +24,11 @@ class Budget:
 
     def __init__(self, config: OffloadConfig) -> None:
         self._config = config
+        self._kind = FORMATS[config.state_dtype]
 
     @property
     def slot_bytes(self) -> int:
-        return max(self._config.bucket_bytes, 4)  # one fp32 element at least
+        return max(self._config.bucket_bytes, 4 * self._kind.block)  # one fp32 element, or one block of them
 
     @property
     def ring_bytes(self) -> int:
@@ -42,8 +42,7 @@ class Budget:
 
     def need(self, params: Sequence[Tensor]) -> dict[str, int]:
         """Bytes of each line that binding `params` takes, shadow left out."""
-        state = 4 * sum(p.numel() for p in params)
-        need = dict.fromkeys(_STATE, state)
+        need = state_bytes(self._kind, [p.numel() for p in params])
         if self._config.stream_gradients:
             need["gradient store"] = store_bytes(params, self._config.accumulate_dtype)
         return need
@@ -90,7 +89,7 @@ class Budget:
                 self._compare({**need, "shadow": shadow}, params, taken, ahead, (_LessShadow(shadow),))
             except HostMemoryError as error:
                 cause = "everything else fits, but not with this much shadow"
-                remedy = "Lower shadow_bytes (14 bytes cover one parameter), or set it to 0"
+                remedy = "Lower shadow_bytes, or set it to 0"
                 raise HostMemoryError(explain("shadow_bytes", shadow, cause, remedy) + f"\n{error}") from None
 
     def _compare(
@@ -120,8 +119,18 @@ class Budget:
             ways.append(Saves(f"set stream_gradients=false{also} (gradients then stay on the device)", store))
         count = sum(p.numel() for p in params)
         if count:
-            ways.append(FewerParameters(count, 12 + store // count))
+            state = sum(need[name] for name in ("master", *MOMENTS))
+            ways.extend(_fewer_bytes(self._config.state_dtype, [p.numel() for p in params]))
+            ways.append(FewerParameters(count, -(-(state + store) // count)))
         return ways
+
+
+def _fewer_bytes(held: str, numels: list[int]) -> list[WayOut]:
+    """`state_dtype` in fewer bytes: not exact, so it comes last but for training less."""
+    now = sum(state_bytes(FORMATS[held], numels).values())
+    names = list(FORMATS)[list(FORMATS).index(held) + 1 :]
+    return [Saves(f"set state_dtype={name!r} (m and v rounded)", now - sum(state_bytes(FORMATS[name], numels).values()))
+            for name in names]  # fmt: skip
 
 
 class _LessShadow:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_offload.config import OffloadConfig
-from hf_offload.engine.arena import Arena
+from hf_offload.engine.arena import Arena, Rounding
 from hf_offload.engine.census import Census
 from hf_offload.engine.delay import Delay, works_of
 from hf_offload.engine.figures import figures
+from hf_offload.engine.formats import FORMATS
 from hf_offload.engine.gates import Gates
 from hf_offload.engine.gradients import DeviceSet, Gradient, GradientSet, StoreSet, collect
 from hf_offload.engine.hyper import Coefficients
@@ -81,6 +82,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.threads = usable_threads(config.threads)
+        self.kind = FORMATS[config.state_dtype]
         self.placement = Placement(config, parameters())
         self._parameters = parameters
         self._groups = groups
@@ -176,7 +178,8 @@ class Engine:
         """Allocate state for those of `params` that have none yet; masters are seeded.
 
         Raises:
-            HostMemoryError: 12 bytes a parameter more do not fit, or the system refuses them; nothing is bound.
+            HostMemoryError: the state (12 bytes a parameter, or what `state_dtype` takes) does not fit, or the system
+                refuses it; nothing is bound.
             ConfigError: the shadow has no room for one bucket; nothing is bound.
         """
         fresh = [p for p in params if id(p) not in self._place_of]
@@ -192,7 +195,7 @@ class Engine:
         number = len(self.arenas)
         try:
             with allocating(self.placement.budget.need(fresh)):  # all of it, before anything is bound to it
-                arena = Arena(fresh, [self._unit_of(p) for p in fresh], self.config.bucket_bytes, number)
+                arena = self._arena_of(fresh, number)
                 if self.stream is not None:
                     self.stream.allocate(arena)
             if self.stream is not None:
@@ -209,6 +212,13 @@ class Engine:
         if self.stream is not None:
             self.stream.open(self.arenas)
 
+    def _arena_of(self, fresh: Sequence[Tensor], number: int) -> Arena:
+        numbers = {id(p): i for i, p in enumerate(self._parameters())}
+        return Arena(
+            fresh, [self._unit_of(p) for p in fresh], self.config.bucket_bytes, number,
+            self.kind, Rounding(self.config.rounding_seed, [numbers.get(id(p), -1) for p in fresh]),
+        )  # fmt: skip
+
     def hand_over(self, params: Sequence[Tensor]) -> None:
         """Another engine steps these from now on: no step or gradient of ours may come in between.
 
@@ -224,7 +234,7 @@ class Engine:
     def _taken_bytes(self) -> int:
         """Host memory that is ours, the ring left out."""
         more = (self.stream.nbytes if self.stream else 0) + (self.speculation.nbytes if self.speculation else 0)
-        return 12 * sum(a.plan.numel for a in self.arenas) + more
+        return sum(sum(a.nbytes.values()) for a in self.arenas) + more
 
     def _unit_of(self, p: Tensor) -> int:
         if self.gates is None:

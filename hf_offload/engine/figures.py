@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_offload.engine.arena import Arena
+from hf_offload.engine.formats import MOMENTS
 from hf_offload.engine.placement import Placement
 from hf_offload.engine.speculation import Speculation
 from hf_offload.engine.stats import Stats, StepRecord
@@ -34,9 +35,7 @@ def figures(
             "optimizer": 0,
         },
         host_bytes={
-            "master": 4 * numel,
-            "exp_avg": 4 * numel,
-            "exp_avg_sq": 4 * numel,
+            **{name: sum(a.nbytes[name] for a in arenas) for name in ("master", *MOMENTS)},
             "pinned": placement.pinned_bytes,
             "store": stream.nbytes if stream is not None else 0,
             "shadow": speculation.nbytes if speculation is not None else 0,

@@ -47,10 +47,10 @@ class Coefficients:
 
         Args:
             groups: int64, the group of every parameter; those of `params` must not be negative.
-            steps: float32, the step that every parameter takes.
+            steps: int64, the step that every parameter takes.
             params: int64, indices into both.
         """
-        keys = np.stack((groups[params], steps[params].astype(np.int64)), axis=1)
+        keys = np.stack((groups[params], steps[params]), axis=1)
         if (keys == keys[0]).all():  # one group in step, as most buckets are
             return np.repeat(self.row(*keys[0].tolist())[None], len(params), axis=0)
         return np.stack([self.row(group, step) for group, step in keys.tolist()])

@@ -65,11 +65,12 @@ class BucketPlan:
     buckets: tuple[Bucket, ...]
 
 
-def plan_buckets(params: Sequence[ParamSpec], bucket_bytes: int) -> BucketPlan:
+def plan_buckets(params: Sequence[ParamSpec], bucket_bytes: int, block: int = 1) -> BucketPlan:
     """Lay parameters out unit by unit (in increasing unit number) and cut each run into buckets.
 
     Empty parameters take no room and stand in no bucket. `bucket_bytes` below one element counts as one element. The
-    first unit is cut finer, see `LEAD_BUCKETS`.
+    first unit is cut finer, see `LEAD_BUCKETS`. A parameter is cut at multiples of `block` elements only, whatever
+    `bucket_bytes`: a bucket may have that many.
     """
     starts = [0] * len(params)
     buckets: list[Bucket] = []
@@ -83,8 +84,9 @@ def plan_buckets(params: Sequence[ParamSpec], bucket_bytes: int) -> BucketPlan:
         most = max(1, bucket_bytes // size)
         if not run_start:
             most = min(most, max(LEAD_BYTES // size, -(-(at - run_start) // LEAD_BUCKETS)))
+        most = max(1, most // block) * block
         pieces = [(i, starts[i], params[i].numel) for i in members]
-        buckets.extend(_cut(unit, wire, run_start, at, most, pieces))
+        buckets.extend(_cut(unit, wire, run_start, at, most, block, pieces))
     return BucketPlan(at, tuple(starts), tuple(buckets))
 
 
@@ -97,11 +99,13 @@ def _runs(params: Sequence[ParamSpec]) -> Iterator[tuple[tuple[int, str], list[i
     return iter(sorted(runs.items(), key=lambda run: run[0][0]))  # a stable sort keeps the order of dtypes
 
 
-def _cut(unit: int, wire: str, start: int, end: int, most: int, params: list[tuple[int, int, int]]) -> Iterator[Bucket]:
-    """Cut the arena run [start, end) into buckets of `most` elements. `params`: (index, arena start, numel)."""
-    first = 0
-    for low in range(start, end, most):
-        high = min(low + most, end)
+def _cut(
+    unit: int, wire: str, start: int, end: int, most: int, block: int, params: list[tuple[int, int, int]]
+) -> Iterator[Bucket]:
+    """Cut the arena run [start, end) into buckets of at most `most` elements. `params`: (index, arena start, numel)."""
+    first, low = 0, start
+    while low < end:
+        high = _end(min(low + most, end), params, first, block)
         pieces: list[Piece] = []
         k = first
         while k < len(params) and params[k][1] < high:
@@ -113,3 +117,16 @@ def _cut(unit: int, wire: str, start: int, end: int, most: int, params: list[tup
             k += 1
         first = k
         yield Bucket(unit, wire, low, high - low, tuple(pieces))
+        low = high
+
+
+def _end(high: int, params: list[tuple[int, int, int]], first: int, block: int) -> int:
+    """`high`, or as far before it as the parameter that it would cut must be cut."""
+    if block == 1:
+        return high
+    for _, start, numel in params[first:]:
+        if start <= high < start + numel:
+            return high - (high - start) % block
+        if start >= high:
+            break
+    return high

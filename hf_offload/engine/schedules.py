@@ -97,16 +97,7 @@ class Stages:
         """Step the bucket with `grads` (of format `held`; None: the wire's); its new weights go to `weights`."""
         arena = work.work.arena
         begun = self.work(work.name)
-        cpu.adam_step(
-            *arena.state_of(work.index),
-            grads,
-            weights,
-            arena.bucket_bounds[work.index],
-            work.coefficients(),
-            wire=work.bucket.wire,
-            threads=self.threads,
-            grad_wire=held,
-        )
+        arena.kind.step(arena.state_of(work.index), work.task(grads, weights, held, self.threads))
         self.worked(self.record, work.name, begun)
 
     def worked(self, record: StepRecord, name: str, begun: Begun) -> None:

@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from hf_offload.engine.arena import Arena, State
+from hf_offload.engine.arena import Arena
+from hf_offload.engine.formats import State, Task, state_bytes
 from hf_offload.engine.hyper import Coefficients
+from hf_offload.engine.plan import Bucket
 from hf_offload.engine.stats import StepRecord
 from hf_offload.engine.store import GradientStore
 from hf_offload.engine.tensors import NUMPY_WIRE
 from hf_offload.engine.work import BucketWork
 from hf_offload.errors import ConfigError, explain
-from hf_offload.kernels import cpu
 
-STATE_BYTES = 12
 PART = 1 << 19
 """Elements that are stepped ahead in one go, 0.5 ms of a core: what arrives, and `step()`, wait no longer than that."""
 REMEMBERED = 4
@@ -60,38 +60,47 @@ class Confidence:
 
 
 class Slot:
-    """The shadow of one bucket: room for another state of it, and for its weights on the wire. 14 bytes a parameter."""
+    """The shadow of one bucket: room for another state of it, and for its weights on the wire.
 
-    def __init__(self, numel: int, itemsize: int) -> None:
-        memory = np.empty((3, numel), np.float32)
-        memory.fill(0.0)  # touched here: a guess whose pages the system has yet to find takes ten times as long
-        self.state: State = memory[0], memory[1], memory[2]
-        self.weights = np.empty(numel * itemsize, np.uint8)
-        self.weights.fill(0)
-        self.nbytes = memory.nbytes + self.weights.nbytes
+    14 bytes a parameter, with float32 state and a 16-bit wire.
+    """
+
+    def __init__(self, arena: Arena, bucket: Bucket) -> None:
+        blocks = arena.blocks_of(bucket)
+        self.state: State = arena.kind.allocate(bucket.numel, blocks.stop - blocks.start)
+        self.weights = np.empty(bucket.nbytes, np.uint8)
+        for memory in (*self.state, self.weights):
+            memory.fill(0)  # touched here: a guess whose pages the system has yet to find takes ten times as long
+        self.nbytes = self.bytes_for(arena, bucket)
 
     @staticmethod
-    def bytes_for(numel: int, itemsize: int) -> int:
-        return numel * (STATE_BYTES + itemsize)
+    def bytes_for(arena: Arena, bucket: Bucket) -> int:
+        return sum(state_bytes(arena.kind, [p.length for p in bucket.pieces]).values()) + bucket.nbytes
 
 
 class Guess:
     """One bucket's state and weights as they will be if `rows` are the step's coefficients. Made part by part.
 
     Attributes:
-        rows: the coefficients' rows it is made with.
+        rows, noise: the coefficients' and the rounding's rows it is made with.
         state: where the new state goes; `weights`: wire[numel], the new weights.
         seconds: that it has taken so far.
     """
 
     def __init__(
-        self, store: GradientStore, bucket: int, rows: np.ndarray, state: State, weights: np.ndarray, record: StepRecord
-    ) -> None:
-        self.rows, self.state, self.weights = rows, state, weights
+        self, store: GradientStore, bucket: int, rows: np.ndarray, noise: np.ndarray, state: State,
+        weights: np.ndarray, record: StepRecord,
+    ) -> None:  # fmt: skip
+        self.rows, self.noise, self.state, self.weights = rows, noise, state, weights
         self.seconds = 0.0
         self.of = store.arena.number, bucket
         self._store, self._bucket, self._record = store, bucket, record
         self._done = 0
+
+    def is_what(self, work: BucketWork) -> bool:
+        """Whether the step asks for the very same: equal coefficients, bit for bit, and equal noise."""
+        same = np.array_equal(self.rows.view(np.uint32), work.coefficients().view(np.uint32))
+        return same and np.array_equal(self.noise, work.noise())
 
     def go_on(self, threads: int) -> bool:
         """Step one part more. Returns whether that was the last."""
@@ -99,13 +108,11 @@ class Guess:
         arena, k = self._store.arena, self._bucket
         bucket = arena.plan.buckets[k]
         low, high = self._done, min(self._done + PART, bucket.numel)
-        at = slice(low, high)
-        now, grads = arena.state_of(k), self._store.of_bucket(k)
-        cpu.adam_step_into(
-            (now[0][at], now[1][at], now[2][at]), (self.state[0][at], self.state[1][at], self.state[2][at]),
-            grads[at], self.weights[at], arena.bucket_bounds[k].clip(low, high) - low, self.rows,
-            wire=bucket.wire, threads=threads, grad_wire=self._store.held[k],
+        task = Task(
+            self._store.of_bucket(k), self.weights, arena.bucket_bounds[k], self.rows, self.noise, bucket.wire,
+            self._store.held[k], threads,
         )  # fmt: skip
+        arena.kind.step_ahead(arena.state_of(k), self.state, task, (low, high))
         end = time.perf_counter()
         self._record.timeline.add("host_step", f"guess of bucket {k}", begin, end, self._record.step)
         self.seconds += end - begin
@@ -146,10 +153,10 @@ class Speculation:
         self.release(arena.number)  # an interrupt may have fallen right after
         slots, nbytes = dict(self._slots), self.nbytes
         for k, bucket in enumerate(arena.plan.buckets):
-            need = Slot.bytes_for(bucket.numel, bucket.itemsize)
+            need = Slot.bytes_for(arena, bucket)
             if nbytes + need > self._shadow_bytes:
                 break
-            slots[arena.number, k] = Slot(bucket.numel, bucket.itemsize)
+            slots[arena.number, k] = Slot(arena, bucket)
             nbytes += need
         if not slots and arena.plan.buckets:
             raise ConfigError(
@@ -183,11 +190,13 @@ class Speculation:
         arena = store.arena
         slot = self._slots[arena.number, k]
         try:
-            rows = basis.rows.table(basis.groups[arena.number], arena.steps + 1, arena.bucket_params[k])
+            turns = arena.turns
+            rows = basis.rows.table(basis.groups[arena.number], turns, arena.bucket_params[k])
         except (ArithmeticError, ValueError, TypeError):
             return None  # settings that have become impossible: `step()` says so
         state = slot.state if arena.state_of(k) is arena.home_of(k) else arena.home_of(k)
-        return Guess(store, k, rows, state, slot.weights.view(NUMPY_WIRE[arena.plan.buckets[k].wire]), record)
+        weights = slot.weights.view(NUMPY_WIRE[arena.plan.buckets[k].wire])
+        return Guess(store, k, rows, arena.noise(k, turns), state, weights, record)
 
     def forget(self, arena: Arena, bucket: int) -> None:
         """The bucket's gradients change: what was made of them is void."""
@@ -208,7 +217,7 @@ class Speculation:
             guess, self._making = half, None
         if guess is None:
             return None
-        if not np.array_equal(guess.rows.view(np.uint32), work.coefficients().view(np.uint32)):
+        if not guess.is_what(work):
             self.misses += 1
             return None
         while guess is half and not guess.go_on(self._threads):

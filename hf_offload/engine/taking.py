@@ -55,9 +55,10 @@ def _work(
     groups = np.zeros(count, np.int64)
     groups[stepped] = [number for _, _, number in grads]
     table = np.tile(cpu.INACTIVE, (count, 1))
-    table[stepped] = rows.table(groups, arena.steps + 1, stepped)
+    turns = arena.turns
+    table[stepped] = rows.table(groups, turns, stepped)
     weights, pointers = arena.weights_of(indices)
-    return ArenaWork(arena, gradients, weights, [], pointers, table, stepped)
+    return ArenaWork(arena, gradients, weights, [], pointers, table, stepped, turns)
 
 
 def _stored(stores: Sequence[GradientStore], arena: Arena) -> StoredGradients:

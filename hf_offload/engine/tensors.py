@@ -106,7 +106,7 @@ def host_array(t: Tensor) -> np.ndarray:
     return t.numpy() if t.dtype == torch.float32 else t.view(torch.uint16).numpy()
 
 
-def shaped_view(array: np.ndarray, p: Tensor) -> Tensor:
-    """A float32 tensor of `p`'s shape and strides over `array`, float32[p.numel()]."""
-    t = torch.from_numpy(array)
+def shaped_view(elements: np.ndarray | Tensor, p: Tensor) -> Tensor:
+    """A tensor of `p`'s shape and strides over the memory of its elements, 1-D in memory order."""
+    t = torch.from_numpy(elements) if isinstance(elements, np.ndarray) else elements
     return t.view(p.shape) if p.is_contiguous() else torch.as_strided(t, p.shape, p.stride())

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from hf_offload.engine.arena import Arena
+from hf_offload.engine.formats import Task
 from hf_offload.engine.plan import Bucket
 from hf_offload.engine.store import GradientStore
 from hf_offload.errors import StateError
@@ -107,6 +108,7 @@ class ArenaWork:
         weight_pointers: device addresses; 0 where a parameter is not stepped.
         coefficients: float32[params, NUM_COEF], inactive rows where a parameter is not stepped.
         stepped: int64, the indices of those that are stepped.
+        turns: int64[params], the step that each takes.
     """
 
     arena: Arena
@@ -116,6 +118,7 @@ class ArenaWork:
     weight_pointers: Sequence[int]
     coefficients: np.ndarray
     stepped: np.ndarray
+    turns: np.ndarray
 
     @property
     def is_stepped(self) -> np.ndarray:
@@ -193,6 +196,17 @@ class BucketWork:
 
     def coefficients(self) -> np.ndarray:
         return self.work.coefficients[self.work.arena.bucket_params[self.index]]
+
+    def noise(self) -> np.ndarray:
+        return self.work.arena.noise(self.index, self.work.turns)
+
+    def task(self, grads: np.ndarray, weights: np.ndarray, held: str | None, threads: int) -> Task:
+        """The step of the bucket with `grads` (of format `held`; None: the wire's), its new weights to `weights`."""
+        arena = self.work.arena
+        return Task(
+            grads, weights, arena.bucket_bounds[self.index], self.coefficients(), self.noise(),
+            self.bucket.wire, held, threads,
+        )  # fmt: skip
 
     def let_go_of_gradients(self) -> None:
         """The bucket's gradients are on the host: the device may have their memory back."""

@@ -8,6 +8,9 @@ from hf_offload.kernels.cpu.adam import INACTIVE, NUM_COEF, adam_step, adam_step
 from hf_offload.kernels.cpu.cast import narrow, reseed, widen
 from hf_offload.kernels.cpu.codecs import CODECS, Codec, Held
 from hf_offload.kernels.cpu.compact import CompactState, compact_step
+from hf_offload.kernels.cpu.dither import BLOCK as BLOCK_OF_STATE
+from hf_offload.kernels.cpu.dither import NUM_NOISE
+from hf_offload.kernels.cpu.dither import rows as noise_rows
 from hf_offload.kernels.cpu.jit import max_threads
 from hf_offload.kernels.cpu.reduce import (
     BLOCK,
@@ -22,11 +25,13 @@ from hf_offload.kernels.cpu.reduce import (
 
 __all__ = [
     "BLOCK",
+    "BLOCK_OF_STATE",
     "CHUNK",
     "CODECS",
     "INACTIVE",
     "LEAVES",
     "NUM_COEF",
+    "NUM_NOISE",
     "Blocks",
     "Codec",
     "CompactState",
@@ -39,6 +44,7 @@ __all__ = [
     "compact_step",
     "max_threads",
     "narrow",
+    "noise_rows",
     "put",
     "reseed",
     "sum_blocks",

@@ -189,7 +189,7 @@ PLANTED = (
             'shows."""\nself.clear()', 'shows."""'),
     Planted("a guess counts only where the step uses its coefficients",
             GUESSES + "test_a_change_between_backward_and_step_is_a_miss", SPECULATION,
-            "if not np.array_equal(guess.rows.view(np.uint32), work.coefficients().view(np.uint32)):", "if False:"),
+            "if not guess.is_what(work):", "if False:"),
     Planted("a guess that is half made, before its bucket's gradients change",
             GUESSES + "test_a_guess_that_is_half_made_is_forgotten", SPECULATION,
             "if self._making is not None and self._making.of == (arena.number, bucket):\nself._making = None", "pass"),
@@ -333,7 +333,7 @@ PLANTED = (
     Planted("a step that is taken ends the row", SKIPPED + "test_a_step_that_is_taken_ends_the_row", ENGINE,
             "self.skips.taken()"),
     Planted("a guess is compared with the step", SKIPPED + "test_the_course_of_a_run", SPECULATION,
-            "if not np.array_equal(guess.rows.view(np.uint32), work.coefficients().view(np.uint32)):", "if False:"),
+            "if not guess.is_what(work):", "if False:"),
 )
 # fmt: on
 

@@ -151,7 +151,7 @@ def test_a_shadow_that_is_too_large_is_told_how_large_it_may_be(monkeypatch: pyt
 # ---- what it says is what it takes
 
 
-ALLOCATING = ("engine.arena", "engine.store", "engine.speculation", "transport.host")
+ALLOCATING = ("engine.arena", "engine.formats", "engine.store", "engine.speculation", "transport.host")
 
 
 class Allocations:
