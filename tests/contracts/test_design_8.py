@@ -181,7 +181,10 @@ def test_state_dict_shows_live_memory_takes_no_step_and_waits(case: Case) -> Non
         where = [[t.data_ptr() for t in entry.values()] for entry in first.values()]
         assert where == [[t.data_ptr() for t in entry.values()] for entry in again.values()], "a copy was made"
         assert {float(entry["step"]) for entry in first.values()} == {2.0}
-        assert all(t.dtype == torch.float32 for entry in first.values() for t in entry.values())
+        held = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.uint8}[case.state_dtype]
+        dtypes = [{k: t.dtype for k, t in entry.items()} for entry in first.values()]
+        full = {"step": torch.float32, "master": torch.float32}
+        assert all(found == {**dict.fromkeys(found, held), **full} for found in dtypes)
 
 
 @every_schedule

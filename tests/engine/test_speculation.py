@@ -563,7 +563,7 @@ def half_made() -> tuple[Speculation, Arena, GradientStore, Coefficients]:
     """One bucket of 20 elements, of which the first 7 have been stepped ahead."""
     torch.manual_seed(0)
     arena = Arena([torch.zeros(15, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.bfloat16)], [0, 0], 1 << 20)
-    for i, a in enumerate((arena.master, arena.exp_avg, arena.exp_avg_sq)):
+    for i, a in enumerate(arena.state):
         a[:] = np.linspace(0.1, 1.0 + i, 20, dtype=np.float32)
     store = GradientStore(arena, "wire", threads=1)
     store.receive(0, np.arange(0x3F00, 0x3F14, dtype=np.uint16), [0, 1], [False, False])

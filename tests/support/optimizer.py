@@ -106,8 +106,9 @@ def snapshot(optimizer: OffloadAdam, params: Sequence[Tensor]) -> dict[str, byte
         for i, p in enumerate(params)
     }
     for i, arena in enumerate(optimizer.engine.arenas):
-        for name in ("master", "exp_avg", "exp_avg_sq", "steps"):
-            found[f"{name} {i}"] = getattr(arena, name).tobytes()
+        for number, held in enumerate(arena.state):
+            found[f"state {number} of arena {i}"] = held.tobytes()
+        found[f"steps {i}"] = arena.steps.tobytes()
     for i, group in enumerate(optimizer.param_groups):
         found[f"group {i}"] = repr({k: v for k, v in group.items() if k != "params"}).encode()
         found[f"group {i} params"] = repr([id(p) for p in group["params"]]).encode()
