@@ -34,7 +34,6 @@ from hf_offload.engine.refusals import (
     check_streaming,
     module_of,
     several_ranks,
-    usable_threads,
 )
 from hf_offload.engine.roll import Roll
 from hf_offload.engine.scaling import Factor
@@ -43,6 +42,7 @@ from hf_offload.engine.seeding import reseed_masters, seeded_masters
 from hf_offload.engine.skips import Skips, not_finite
 from hf_offload.engine.speculation import Speculation
 from hf_offload.engine.stats import Meter, Stats
+from hf_offload.engine.step_threads import usable_threads
 from hf_offload.engine.streaming import GradientStream
 from hf_offload.engine.taking import take
 from hf_offload.engine.tensors import check_apart

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_offload import OffloadAdam, OffloadConfig, hostmem
+from hf_offload import OffloadAdam, OffloadConfig, hostmem, procfs
 from hf_offload.engine.budget import Budget
 from hf_offload.errors import HostMemoryError
 from hf_offload.hostmem import HostMemory
@@ -300,7 +300,7 @@ def test_a_ring_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_real_limit_on_address_space_is_seen_before_it_bites() -> None:
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    mapped = hostmem._fields(hostmem.Path("/proc/self/status")).get("VmSize:")
+    mapped = procfs.fields(hostmem.Path("/proc/self/status")).get("VmSize:")
     if mapped is None:
         pytest.skip("needs /proc")
     large = nn.Parameter(torch.empty(10**7))
