@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_offload.engine import memory
 from hf_offload.engine.plan import BucketPlan, ParamSpec, plan_buckets
 from hf_offload.engine.tensors import WIRE, layout_of, shaped_view
 from hf_offload.errors import StateError, explain
@@ -33,10 +34,7 @@ class Arena:
         specs = [ParamSpec(p.numel(), WIRE[p.dtype], u) for p, u in zip(params, units)]
         self.specs = specs
         self.plan: BucketPlan = plan_buckets(specs, bucket_bytes)
-        self.master = np.empty(self.plan.numel, np.float32)
-        # calloc's zero pages: the moments' memory is touched first by the step that fills it
-        self.exp_avg = np.zeros(self.plan.numel, np.float32)
-        self.exp_avg_sq = np.zeros(self.plan.numel, np.float32)
+        self.master, self.exp_avg, self.exp_avg_sq = memory.allocate(*[(self.plan.numel, np.dtype(np.float32))] * 3)
         self.steps = np.zeros(len(self.params), np.float32)
         # One tensor whose elements all steps are: torch.save stores the memory under a view whole, once per tensor.
         self._steps = torch.from_numpy(self.steps)

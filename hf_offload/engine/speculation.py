@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_offload.engine import memory
 from hf_offload.engine.arena import Arena, State
 from hf_offload.engine.hyper import Coefficients
 from hf_offload.engine.stats import StepRecord
@@ -62,13 +63,13 @@ class Confidence:
 class Slot:
     """The shadow of one bucket: room for another state of it, and for its weights on the wire. 14 bytes a parameter."""
 
-    def __init__(self, numel: int, itemsize: int) -> None:
-        memory = np.empty((3, numel), np.float32)
-        memory.fill(0.0)  # touched here: a guess whose pages the system has yet to find takes ten times as long
-        self.state: State = memory[0], memory[1], memory[2]
-        self.weights = np.empty(numel * itemsize, np.uint8)
-        self.weights.fill(0)
-        self.nbytes = memory.nbytes + self.weights.nbytes
+    def __init__(self, numel: int, itemsize: int, threads: int) -> None:
+        of_state, of_weights = (numel, np.dtype(np.float32)), (numel * itemsize, np.dtype(np.uint8))
+        arrays = memory.allocate(*[of_state] * 3, of_weights)
+        memory.touch(arrays, threads)  # a guess whose pages the system has yet to find takes ten times as long
+        self.state: State = arrays[0], arrays[1], arrays[2]
+        self.weights = arrays[3]
+        self.nbytes = sum(a.nbytes for a in arrays)
 
     @staticmethod
     def bytes_for(numel: int, itemsize: int) -> int:
@@ -149,7 +150,7 @@ class Speculation:
             need = Slot.bytes_for(bucket.numel, bucket.itemsize)
             if nbytes + need > self._shadow_bytes:
                 break
-            slots[arena.number, k] = Slot(bucket.numel, bucket.itemsize)
+            slots[arena.number, k] = Slot(bucket.numel, bucket.itemsize, self._threads)
             nbytes += need
         if not slots and arena.plan.buckets:
             raise ConfigError(
