@@ -81,7 +81,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.threads = usable_threads(config.threads)
-        self.placement = Placement(config, parameters())
+        self.placement = Placement(config, parameters(), self.threads)
         self._parameters = parameters
         self._groups = groups
         self._bound = False
@@ -191,13 +191,17 @@ class Engine:
             self._start()
         number = len(self.arenas)
         try:
-            with allocating(self.placement.budget.need(fresh)):  # all of it, before anything is bound to it
+            # all of it, before anything is bound to it
+            with self.placement.near(), allocating(self.placement.budget.need(fresh)):
                 arena = Arena(fresh, [self._unit_of(p) for p in fresh], self.config.bucket_bytes, number)
                 if self.stream is not None:
                     self.stream.allocate(arena)
             if self.stream is not None:
                 self.stream.settle()  # seeding goes through the ring
-            with seeded_masters(arena, self.placement.transport, self.threads, self.config.timeout_s):
+            with (
+                self.placement.near(),
+                seeded_masters(arena, self.placement.transport, self.threads, self.config.timeout_s),
+            ):
                 places = {id(p): (number, i) for i, p in enumerate(fresh)}
                 left = [*self.watch.left, Left(fresh)]
                 # one statement: an interrupt falls before or after it
@@ -407,7 +411,8 @@ class Engine:
             check_streaming(several_ranks())
         stages = Stages(self.placement.transport, self.threads, self.config.timeout_s, self._ranges)
         schedule = make_schedule(name, self.config, self.speculation)
-        pipeline = Pipeline(stages, schedule, self.speculation)
+        with self.placement.near():
+            pipeline = Pipeline(stages, schedule, self.speculation)
         delay = stream = None
         if name == "delayed":
             delay = Delay(self.config.delay_warmup_steps, lambda: pipeline.delivered)
