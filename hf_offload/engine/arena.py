@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_offload.engine import memory
-from hf_offload.engine.plan import BucketPlan, ParamSpec, plan_buckets
+from hf_offload.engine.plan import BucketPlan, ParamSpec, plan_buckets, spans_of
 from hf_offload.engine.tensors import WIRE, layout_of, shaped_view
 from hf_offload.errors import StateError, explain
 
@@ -43,6 +43,7 @@ class Arena:
         self.param_bytes = np.array([p.nbytes for p in self.params], np.int64)
         self.bucket_params = [np.array([p.param for p in b.pieces]) for b in self.plan.buckets]
         self.bucket_bounds = [np.array([p.offset for p in b.pieces] + [b.numel], np.int64) for b in self.plan.buckets]
+        self.bucket_spans = [spans_of(b) for b in self.plan.buckets]
         self.piece_counts = np.bincount(
             np.array([p.param for b in self.plan.buckets for p in b.pieces], np.int64), minlength=len(self.params)
         )

@@ -179,9 +179,10 @@ class Engine:
             HostMemoryError: 12 bytes a parameter more do not fit, or the system refuses them; nothing is bound.
             ConfigError: the shadow has no room for one bucket; nothing is bound.
         """
-        fresh = [p for p in params if id(p) not in self._place_of]
-        if not fresh:
+        params = list(params)
+        if all(map(self._place_of.__contains__, map(id, params))):
             return
+        fresh = [p for p in params if id(p) not in self._place_of]
         self._check_open()
         self.wait_all()
         self.placement.settle(fresh, self._taken_bytes())
@@ -287,7 +288,7 @@ class Engine:
         record = self.meter.begin(self.steps + 1)
         with self.meter.waiting("step"):
             self.bind_trainable()
-            self.bind(g.param for g in found.items)  # unfrozen or added later, or frozen since backward
+            self.bind([p for p, _, _ in found.items])  # unfrozen or added later, or frozen since backward
             self._check_undelivered()
             self._reseed_suspects()
             pipeline = self._pipeline or self._start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,7 +115,7 @@ def _near(device: str, threads: int) -> AbstractContextManager[None]:
     where = torch.device(device)
     if where.type != "cuda":
         return kept_to(frozenset())
-    gpu = torch.cuda.get_device_properties(where)
+    gpu: Any = torch.cuda.get_device_properties(where)
     try:
         address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     except AttributeError:  # a torch that does not tell
