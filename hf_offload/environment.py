@@ -104,6 +104,7 @@ def facts() -> dict[str, str]:
     found["GPU"] = ", ".join(f"{name} ({size / 1e9:.1f} GB)" for name, size in gpus()) or "none"
     found["processor"] = processor()
     found["cores"] = f"{usable_cores()} usable of {os.cpu_count()} (affinity)"
+    found["host step threads"] = _step_threads()
     found.update(_host_memory())
     found["ranks on this node"] = str(local_ranks())
     found["numba threads"], found["numba layer"] = _numba()
@@ -122,6 +123,13 @@ def _host_memory() -> dict[str, str]:
     locked = hostmem.lockable_bytes()
     found["locked memory"] = f"{'no limit' if locked is None else f'{locked} bytes'} (ulimit -l)"
     return found
+
+
+def _step_threads() -> str:
+    """How many threads the host step takes if none are asked for, and why."""
+    from hf_offload.engine.step_threads import step_threads
+
+    return str(step_threads())
 
 
 def _numba() -> tuple[str, str]:

@@ -6,7 +6,9 @@ import importlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from hf_offload import procfs
 
 UNKNOWN = "unknown"
 MORE_MEMORY = "use a machine with more memory"
@@ -67,7 +69,7 @@ def host_limits(root: Path = Path("/")) -> list[HostMemory]:
 
 def own_bytes(root: Path = Path("/")) -> int:
     """Memory of its own that this process has touched, bytes; 0 where unknown."""
-    return _fields(root / "proc" / "self" / "status").get("RssAnon:", 0) * 1024
+    return procfs.fields(root / "proc" / "self" / "status").get("RssAnon:", 0) * 1024
 
 
 def lockable_bytes(root: Path = Path("/")) -> int | None:
@@ -76,7 +78,7 @@ def lockable_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _machine(root: Path) -> Iterator[HostMemory]:
-    fields = _fields(root / "proc" / "meminfo")
+    fields = procfs.fields(root / "proc" / "meminfo")
     total = fields.get("MemTotal:")
     if total is None:
         yield from _machine_elsewhere() if root == Path("/") else ()
@@ -103,38 +105,13 @@ def _machine_elsewhere() -> Iterator[HostMemory]:
 
 
 def _cgroups_v2(root: Path) -> Iterator[HostMemory]:
-    for group, folder in _around(root / "sys" / "fs" / "cgroup", _own_cgroup(root, "")):
+    for group, folder in procfs.around(root / "sys" / "fs" / "cgroup", procfs.own_cgroup(root, "")):
         yield from _left(folder, group, "memory.max", "memory.current", "")
 
 
 def _cgroups_v1(root: Path) -> Iterator[HostMemory]:
-    for group, folder in _around(root / "sys" / "fs" / "cgroup" / "memory", _own_cgroup(root, "memory")):
+    for group, folder in procfs.around(root / "sys" / "fs" / "cgroup" / "memory", procfs.own_cgroup(root, "memory")):
         yield from _left(folder, group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-
-
-def _own_cgroup(root: Path, controller: str) -> str:
-    """This process's group in the hierarchy of `controller` ("" is v2's); "/" where the kernel does not say.
-
-    Lines of /proc/self/cgroup read `id:controllers:path` (man 7 cgroups).
-    """
-    for line in _text(root / "proc" / "self" / "cgroup").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", "", ""][:3]
-        if controller in controllers.split(","):
-            return path
-    return "/"
-
-
-def _around(mount: Path, group: str) -> Iterator[tuple[str, Path]]:
-    """The group and each one around it, innermost first, that exist below `mount`.
-
-    In a container the mount is often the container's own group while the kernel names it from the host's root (or with
-    "..", from another namespace): such folders do not exist, and the mount itself is what counts.
-    """
-    inside = PurePosixPath("/", *(part for part in PurePosixPath(group).parts if part not in ("/", "..")))
-    for path in (inside, *inside.parents):
-        folder = mount / path.relative_to("/")
-        if folder.is_dir():
-            yield str(path), folder
 
 
 # cgroup v1 has no word for "no limit": it is the largest multiple of the page size below 2**63.
@@ -142,10 +119,10 @@ _NO_LIMIT = 1 << 60
 
 
 def _left(folder: Path, group: str, limit_file: str, usage_file: str, prefix: str) -> Iterator[HostMemory]:
-    limit, usage = _number(folder / limit_file), _number(folder / usage_file)
+    limit, usage = procfs.number(folder / limit_file), procfs.number(folder / usage_file)
     if limit is None or limit >= _NO_LIMIT or usage is None:
         return
-    stat = _fields(folder / "memory.stat")
+    stat = procfs.fields(folder / "memory.stat")
     reclaimable = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
     left = max(0, limit - max(0, usage - reclaimable))
     yield HostMemory(
@@ -156,9 +133,9 @@ def _left(folder: Path, group: str, limit_file: str, usage_file: str, prefix: st
 
 def _commit(root: Path) -> Iterator[HostMemory]:
     """Memory the kernel may still promise, where it promises no more than there is. Untouched memory counts."""
-    if _number(root / "proc" / "sys" / "vm" / "overcommit_memory") != 2:
+    if procfs.number(root / "proc" / "sys" / "vm" / "overcommit_memory") != 2:
         return
-    fields = _fields(root / "proc" / "meminfo")
+    fields = procfs.fields(root / "proc" / "meminfo")
     limit, promised = fields.get("CommitLimit:"), fields.get("Committed_AS:")
     if limit is not None and promised is not None:
         yield HostMemory(
@@ -169,7 +146,7 @@ def _commit(root: Path) -> Iterator[HostMemory]:
 
 def _ulimits(root: Path) -> Iterator[HostMemory]:
     """RLIMIT_AS and RLIMIT_DATA, against what this process has mapped."""
-    used = _fields(root / "proc" / "self" / "status")
+    used = procfs.fields(root / "proc" / "self" / "status")
     for limit_name, field_name, flag in (("Max address space", "VmSize:", "-v"), ("Max data size", "VmData:", "-d")):
         limit, kib = _ulimit(root, limit_name), used.get(field_name)
         if limit is not None and kib is not None:
@@ -181,26 +158,8 @@ def _ulimits(root: Path) -> Iterator[HostMemory]:
 
 def _ulimit(root: Path, name: str) -> int | None:
     """The soft limit `name` of /proc/self/limits; None where there is none."""
-    for line in _text(root / "proc" / "self" / "limits").splitlines():
+    for line in procfs.text(root / "proc" / "self" / "limits").splitlines():
         if line.startswith(name):
             soft = line[len(name) :].split()[:1]
             return int(soft[0]) if soft and soft[0].isdigit() else None
     return None
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdigit() else None  # cgroup v2 says "max" for no limit
-
-
-def _fields(path: Path) -> dict[str, int]:
-    """First word to second word (an integer) of each line."""
-    words = [line.split() for line in _text(path).splitlines()]
-    return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdigit()}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

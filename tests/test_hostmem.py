@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from hf_offload import hostmem
+from hf_offload import hostmem, procfs
 from support.hosttree import GB, KIB, MEMINFO, own_limits, tree, v1, v2
 
 
@@ -86,7 +86,7 @@ def test_unreadable_files_are_no_information(tmp_path, broken):
 
 def test_without_proc_sysconf_then_psutil(monkeypatch):
     answers = {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 10, "SC_PHYS_PAGES": 20}
-    monkeypatch.setattr(hostmem, "_text", lambda path: "")
+    monkeypatch.setattr(procfs, "text", lambda path: "")
     monkeypatch.setattr(os, "sysconf", answers.__getitem__)
     assert hostmem.available_host_bytes() == hostmem.HostMemory(40960, 81920, "sysconf")
 

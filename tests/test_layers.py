@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"hf_offload": "hf_offload", "kernels": "hf_offload.kernels", "callbacks": "hf_offload.callbacks"}
 
 # layer -> (its modules, the third-party packages it may import); every layer may import the leaves and those above it
-LEAVES = ("errors", "config", "planner", "hostmem", "ranks", "preflight", "autoload", "optim_args", "timeline")
+LEAVES = ("errors", "config", "planner", "procfs", "hostmem", "cpus", "numa", "ranks", "preflight", "autoload",
+          "optim_args", "timeline")  # fmt: skip
 LAYERS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "kernels": (("kernels",), frozenset({"numpy", "numba", "llvmlite"})),
     "transport": (("transport",), frozenset({"numpy"})),

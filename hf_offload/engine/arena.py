@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_offload.engine import memory
 from hf_offload.engine.formats import FLOAT32, State, StateFormat, blocks_of, state_bytes
 from hf_offload.engine.moments import as_tensor, names_of
-from hf_offload.engine.plan import Bucket, BucketPlan, ParamSpec, plan_buckets
+from hf_offload.engine.plan import Bucket, BucketPlan, ParamSpec, plan_buckets, spans_of
 from hf_offload.engine.tensors import WIRE, layout_of, shaped_view
 from hf_offload.errors import StateError, explain
 from hf_offload.kernels import cpu
@@ -61,7 +62,7 @@ class Arena:
         self.specs = specs
         self.plan: BucketPlan = plan_buckets(specs, bucket_bytes, kind.block)
         self._block_start = self._count_blocks()
-        self.state: State = kind.allocate(self.plan.numel, self._block_start[-1])
+        self.state: State = tuple(memory.allocate(*kind.arrays(self.plan.numel, self._block_start[-1])))
         self.steps = np.zeros(len(self.params), np.float32)
         # One tensor whose elements all steps are: torch.save stores the memory under a view whole, once per tensor.
         self._steps = torch.from_numpy(self.steps)
@@ -70,6 +71,7 @@ class Arena:
         self.param_bytes = np.array([p.nbytes for p in self.params], np.int64)
         self.bucket_params = [np.array([p.param for p in b.pieces]) for b in self.plan.buckets]
         self.bucket_bounds = [np.array([p.offset for p in b.pieces] + [b.numel], np.int64) for b in self.plan.buckets]
+        self.bucket_spans = [spans_of(b) for b in self.plan.buckets]
         self.piece_counts = np.bincount(
             np.array([p.param for b in self.plan.buckets for p in b.pieces], np.int64), minlength=len(self.params)
         )

@@ -35,7 +35,6 @@ from hf_offload.engine.refusals import (
     check_streaming,
     module_of,
     several_ranks,
-    usable_threads,
 )
 from hf_offload.engine.roll import Roll
 from hf_offload.engine.scaling import Factor
@@ -44,6 +43,7 @@ from hf_offload.engine.seeding import reseed_masters, seeded_masters
 from hf_offload.engine.skips import Skips, not_finite
 from hf_offload.engine.speculation import Speculation
 from hf_offload.engine.stats import Meter, Stats
+from hf_offload.engine.step_threads import usable_threads
 from hf_offload.engine.streaming import GradientStream
 from hf_offload.engine.taking import take
 from hf_offload.engine.tensors import check_apart
@@ -83,7 +83,7 @@ class Engine:
         self.config = config
         self.threads = usable_threads(config.threads)
         self.kind = FORMATS[config.state_dtype]
-        self.placement = Placement(config, parameters())
+        self.placement = Placement(config, parameters(), self.threads)
         self._parameters = parameters
         self._groups = groups
         self._bound = False
@@ -182,9 +182,10 @@ class Engine:
                 refuses it; nothing is bound.
             ConfigError: the shadow has no room for one bucket; nothing is bound.
         """
-        fresh = [p for p in params if id(p) not in self._place_of]
-        if not fresh:
+        params = list(params)
+        if all(map(self._place_of.__contains__, map(id, params))):
             return
+        fresh = [p for p in params if id(p) not in self._place_of]
         self._check_open()
         self.wait_all()
         self.placement.settle(fresh, self._taken_bytes())
@@ -194,13 +195,17 @@ class Engine:
             self._start()
         number = len(self.arenas)
         try:
-            with allocating(self.placement.budget.need(fresh)):  # all of it, before anything is bound to it
+            # all of it, before anything is bound to it
+            with self.placement.near(), allocating(self.placement.budget.need(fresh)):
                 arena = self._arena_of(fresh, number)
                 if self.stream is not None:
                     self.stream.allocate(arena)
             if self.stream is not None:
                 self.stream.settle()  # seeding goes through the ring
-            with seeded_masters(arena, self.placement.transport, self.threads, self.config.timeout_s):
+            with (
+                self.placement.near(),
+                seeded_masters(arena, self.placement.transport, self.threads, self.config.timeout_s),
+            ):
                 places = {id(p): (number, i) for i, p in enumerate(fresh)}
                 left = [*self.watch.left, Left(fresh)]
                 # one statement: an interrupt falls before or after it
@@ -293,7 +298,7 @@ class Engine:
         record = self.meter.begin(self.steps + 1)
         with self.meter.waiting("step"):
             self.bind_trainable()
-            self.bind(g.param for g in found.items)  # unfrozen or added later, or frozen since backward
+            self.bind([p for p, _, _ in found.items])  # unfrozen or added later, or frozen since backward
             self._check_undelivered()
             self._reseed_suspects()
             pipeline = self._pipeline or self._start()
@@ -417,7 +422,8 @@ class Engine:
             check_streaming(several_ranks())
         stages = Stages(self.placement.transport, self.threads, self.config.timeout_s, self._ranges)
         schedule = make_schedule(name, self.config, self.speculation)
-        pipeline = Pipeline(stages, schedule, self.speculation)
+        with self.placement.near():
+            pipeline = Pipeline(stages, schedule, self.speculation)
         delay = stream = None
         if name == "delayed":
             delay = Delay(self.config.delay_warmup_steps, lambda: pipeline.delivered)

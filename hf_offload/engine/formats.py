@@ -22,6 +22,7 @@ State = tuple[np.ndarray, ...]
 """Masters and moments of a run of elements: float32[n] first, then what the format has."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_MASTER = np.dtype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,8 @@ class StateFormat(Protocol):
     scaled: bool
     moment_bytes: int
 
-    def allocate(self, numel: int, blocks: int) -> State:
-        """Masters, not initialised, and zero moments."""
+    def arrays(self, numel: int, blocks: int) -> list[tuple[int, np.dtype]]:
+        """Elements and dtype of each array of a `State`. All-zero bytes are zero moments."""
         ...
 
     def step(self, state: State, task: Task) -> None:
@@ -77,10 +78,9 @@ class Float32:
 
     name, block, scaled, moment_bytes = "float32", 1, False, 4
 
-    def allocate(self, numel: int, blocks: int) -> State:
+    def arrays(self, numel: int, blocks: int) -> list[tuple[int, np.dtype]]:
         del blocks
-        # calloc's zero pages: the moments' memory is touched first by the step that fills it
-        return np.empty(numel, np.float32), np.zeros(numel, np.float32), np.zeros(numel, np.float32)
+        return [(numel, _MASTER)] * 3
 
     def step(self, state: State, task: Task) -> None:
         master, m, v = state
@@ -108,8 +108,9 @@ class Compact:
         self.codec = codec
         self.name, self.scaled, self.moment_bytes = codec.name, codec.scaled, codec.dtype.itemsize
 
-    def allocate(self, numel: int, blocks: int) -> State:
-        return np.empty(numel, np.float32), *self.codec.empty(numel, blocks)
+    def arrays(self, numel: int, blocks: int) -> list[tuple[int, np.dtype]]:
+        scales = (blocks if self.scaled else 0, np.dtype(np.uint8))
+        return [(numel, _MASTER), (numel, self.codec.dtype), (numel, self.codec.dtype), scales, scales]
 
     def step(self, state: State, task: Task) -> None:
         self._step(state, state, task, None)

@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,8 @@ from hf_offload.kernels.cuda import CompileError, SquareSums
 
 logger = logging.getLogger(__name__)
 _CHUNK = 1 << 20
+SMALL = 1 << 12
+"""Elements up to which gradients are summed together, in a copy of them all."""
 _KERNELS: dict[int, SquareSums | None] = {}
 """By torch's index of the device; None where there is none. A stream and a little memory each, kept for good."""
 _MAKING = threading.Lock()
@@ -35,7 +38,32 @@ def gradient_sums(grads: Sequence[Tensor], threads: int) -> list[float]:
     """Σ g² of each of the gradients, all on one device."""
     if grads and grads[0].device.type != "cpu":
         return device_sums(grads, kernel_of(grads[0].device))
-    return [float(cpu.sum_of_squares(host_array(g), WIRE[g.dtype], threads)) for g in grads]
+    sums = [0.0] * len(grads)
+    small: dict[torch.dtype, list[int]] = {}
+    for k, g in enumerate(grads):
+        if g.numel() <= SMALL:
+            small.setdefault(g.dtype, []).append(k)
+        else:
+            sums[k] = float(cpu.sum_of_squares(host_array(g), WIRE[g.dtype], threads))
+    for members in small.values():
+        for k, total in zip(members, _sums_together([grads[k] for k in members], threads)):
+            sums[k] = total
+    return sums
+
+
+def _sums_together(grads: Sequence[Tensor], threads: int) -> list[float]:
+    """The sums of gradients of one dtype that are a block or less each: a call of the kernel costs more than its work.
+
+    A gradient's only block is a tree of its own, so the bits are those of `cpu.sum_of_squares`.
+    """
+    together = torch.cat([flat(g) if g.ndim != 1 else g for g in grads])
+    ends = np.cumsum([g.numel() for g in grads])
+    blocks = cpu.Blocks(np.concatenate(([0], ends[:-1])), ends, np.arange(len(grads)))
+    sums = np.zeros(len(grads))
+    wanted = threads if together.numel() >= _CHUNK else 1
+    cpu.sum_blocks(host_array(together), blocks, sums, WIRE[together.dtype], wanted)
+    found: list[float] = sums.tolist()
+    return found
 
 
 def norm_of_sums(sums: Iterable[float]) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from hf_offload.config import OffloadConfig
 from hf_offload.engine.budget import Budget
 from hf_offload.engine.tensors import check_apart, check_parameter
 from hf_offload.errors import UnsupportedError, explain
+from hf_offload.numa import home_of, kept_to
 from hf_offload.preflight import allocating
 from hf_offload.transport import Transport, make_transport
 from hf_offload.transport.select import DeviceFacts, transport_kind
@@ -19,13 +22,17 @@ from hf_offload.transport.select import DeviceFacts, transport_kind
 class Placement:
     """The transport of one engine. It follows the parameters if they are moved before the first step.
 
+    Args:
+        threads: of the host step.
+
     Raises:
         UnsupportedError, ConfigError: a parameter, device or transport that cannot work; nothing was reserved.
         HostMemoryError: the state and the ring do not fit; nothing was allocated.
     """
 
-    def __init__(self, config: OffloadConfig, params: Sequence[Tensor]) -> None:
+    def __init__(self, config: OffloadConfig, params: Sequence[Tensor], threads: int) -> None:
         self._config = config
+        self._threads = threads
         self.budget = Budget(config)
         self.device = self._device_of(params)
         trainable = [p for p in params if p.requires_grad]
@@ -68,6 +75,10 @@ class Placement:
             self.close()
             self.device, self._transport = device, moved
 
+    def near(self) -> AbstractContextManager[None]:
+        """Around what reserves memory or starts threads: both stay on the NUMA node of the device, if that helps."""
+        return _near(self.device, self._threads)
+
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
@@ -75,7 +86,7 @@ class Placement:
 
     def _make(self, device: str) -> Transport:
         where = torch.device(device)
-        with allocating(self.budget.fixed):
+        with allocating(self.budget.fixed), _near(device, self._threads):
             return make_transport(
                 self._config, _facts(device), self.budget.slot_bytes,
                 lambda: torch.cuda.current_stream(where).cuda_stream,
@@ -98,3 +109,15 @@ class Placement:
 def _facts(device: str) -> DeviceFacts:
     where = torch.device(device)
     return DeviceFacts(where.type, torch.cuda.is_available(), torch.version.cuda, where.index or 0)
+
+
+def _near(device: str, threads: int) -> AbstractContextManager[None]:
+    where = torch.device(device)
+    if where.type != "cuda":
+        return kept_to(frozenset())
+    gpu: Any = torch.cuda.get_device_properties(where)
+    try:
+        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    except AttributeError:  # a torch that does not tell
+        return kept_to(frozenset())
+    return kept_to(home_of(address, threads))

@@ -56,6 +56,12 @@ class Bucket:
         return self.numel * self.itemsize
 
 
+def spans_of(bucket: Bucket) -> list[tuple[int, int, int, int]]:
+    """Each piece's parameter, and in bytes: where it starts there, how long it is, and where it lies in the bucket."""
+    size = bucket.itemsize
+    return [(p.param, p.start * size, p.length * size, p.offset * size) for p in bucket.pieces]
+
+
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
     """Every bucket, in arena order, and where each parameter starts in the arena."""

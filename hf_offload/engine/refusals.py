@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from hf_offload.errors import ConfigError, UnsupportedError, explain
-from hf_offload.kernels import cpu
-from hf_offload.ranks import local_ranks
-
-logger = logging.getLogger(__name__)
 
 
 def module_of(model: nn.Module) -> nn.Module:
@@ -83,33 +77,3 @@ def check_streaming(ranks: bool) -> None:
     if ranks:
         cause = "several processes train together, and gradients would leave before they are averaged"
         raise ConfigError(explain("stream_gradients", True, cause, "Leave it out, with schedule='in_order'"))
-
-
-def usable_threads(asked: int | None) -> int:
-    """Threads of the host step: as asked for, or this rank's share of the cores; never more than this process may use,
-    with a warning."""
-    usable = cpu.max_threads()
-    if asked is None:
-        return min(usable, cores_of_a_rank(usable))
-    if asked > usable:
-        logger.warning("hf_offload: threads=%d, but this process may use %d cores; using %d.", asked, usable, usable)
-    return min(asked, usable)
-
-
-def cores_of_a_rank(usable: int) -> int:
-    """This process's share of the cores, whatever OMP_NUM_THREADS says; at least one.
-
-    Ranks on one node divide what their launcher may use: a launcher that binds each to cores of its own has given it
-    fewer already, and has more itself.
-
-    Args:
-        usable: cores that this process may use.
-    """
-    ranks = local_ranks()
-    if ranks == 1 or "NUMBA_NUM_THREADS" in os.environ:  # which is somebody's own decision
-        return usable
-    try:
-        launcher = len(os.sched_getaffinity(os.getppid()))
-    except (AttributeError, OSError):  # macOS; a launcher that has ended, or another user's
-        launcher = usable
-    return max(1, max(launcher, usable) // ranks)

@@ -15,7 +15,7 @@ class Roll:
     Attributes:
         params: the parameters; one listed twice in a group counts once.
         groups: the number of each one's group.
-        plain_bytes: what a contiguous one takes; -1 for others.
+        plain: dtype and bytes of each; of one that is not contiguous, a dtype that no gradient has.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -23,7 +23,7 @@ class Roll:
         numbered = {id(p): (p, n) for n, listed in enumerate(self._lists) for p in listed}
         self.params: list[Tensor] = [p for p, _ in numbered.values()]
         self.groups: list[int] = [n for _, n in numbered.values()]
-        self.plain_bytes = [p.nbytes if p.is_contiguous() else -1 for p in self.params]
+        self.plain = [(p.dtype, p.nbytes) if p.is_contiguous() else (None, 0) for p in self.params]
 
     def holds(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether these are the groups and parameters it was made of."""

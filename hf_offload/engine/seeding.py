@@ -39,7 +39,8 @@ def _seed(arena: Arena, waited: set[int], transport: Transport, threads: int, ti
     for i, p in enumerate(arena.params):
         values = waiting_master(p)
         if values is not None and values.shape == p.shape:
-            arena.master[arena.slice_of(i)] = flat(like_layout(values, p)).numpy()
+            source, master = flat(like_layout(values, p)).numpy(), arena.master[arena.slice_of(i)]
+            cpu.widen(source, master, "float32", threads)  # a copy, by the threads that step
             waited.add(i)
         drop_master(p)
 

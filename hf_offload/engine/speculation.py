@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_offload.engine import memory
 from hf_offload.engine.arena import Arena
 from hf_offload.engine.formats import State, Task, state_bytes
 from hf_offload.engine.hyper import Coefficients
@@ -65,12 +66,13 @@ class Slot:
     14 bytes a parameter, with float32 state and a 16-bit wire.
     """
 
-    def __init__(self, arena: Arena, bucket: Bucket) -> None:
+    def __init__(self, arena: Arena, bucket: Bucket, threads: int) -> None:
         blocks = arena.blocks_of(bucket)
-        self.state: State = arena.kind.allocate(bucket.numel, blocks.stop - blocks.start)
-        self.weights = np.empty(bucket.nbytes, np.uint8)
-        for memory in (*self.state, self.weights):
-            memory.fill(0)  # touched here: a guess whose pages the system has yet to find takes ten times as long
+        of_state = arena.kind.arrays(bucket.numel, blocks.stop - blocks.start)
+        arrays = memory.allocate(*of_state, (bucket.nbytes, np.dtype(np.uint8)))
+        memory.touch(arrays, threads)  # a guess whose pages the system has yet to find takes ten times as long
+        self.state: State = tuple(arrays[:-1])
+        self.weights = arrays[-1]
         self.nbytes = self.bytes_for(arena, bucket)
 
     @staticmethod
@@ -156,7 +158,7 @@ class Speculation:
             need = Slot.bytes_for(arena, bucket)
             if nbytes + need > self._shadow_bytes:
                 break
-            slots[arena.number, k] = Slot(arena, bucket)
+            slots[arena.number, k] = Slot(arena, bucket, self._threads)
             nbytes += need
         if not slots and arena.plan.buckets:
             raise ConfigError(

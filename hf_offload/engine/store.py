@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hf_offload.engine import memory
 from hf_offload.engine.arena import Arena
 from hf_offload.engine.plan import WIRE_ITEMSIZE
 from hf_offload.engine.squares import Squares
@@ -33,7 +34,7 @@ class GradientStore:
         self.held = [b.wire if accumulate_dtype == "wire" else "float32" for b in arena.plan.buckets]
         """Per bucket: bfloat16, float16 or float32."""
         self._starts, self.nbytes = _layout(arena, self.held)
-        self._memory = np.empty(self.nbytes, np.uint8)
+        self._memory = memory.allocate((self.nbytes, np.dtype(np.uint8)))[0]
         self._of_bucket = [
             self._view(start, b.numel, held) for start, b, held in zip(self._starts, arena.plan.buckets, self.held)
         ]

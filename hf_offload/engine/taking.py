@@ -31,14 +31,10 @@ def take(
     Raises:
         StateError: a parameter was converted or resized after its state was made; nothing was taken.
     """
-    found: list[tuple[list[int], list[Gradient]]] = [([], []) for _ in arenas]
-    for g in grads:
-        arena, index = place_of[id(g.param)]
-        indices, theirs = found[arena]
-        indices.append(index)
-        theirs.append(g)
-    for arena_, (indices, _) in zip(arenas, found):
-        arena_.glance(indices)
+    places = [place_of[id(p)] for p, _, _ in grads]
+    found = [_of_arena(number, places, grads) for number in range(len(arenas))]
+    for arena, (indices, _) in zip(arenas, found):
+        arena.glance(indices)
     return [
         _work(a, indices, theirs, rows, _on_device(a, indices, theirs) if stores is None else _stored(stores, a))
         for a, (indices, theirs) in zip(arenas, found)
@@ -46,8 +42,18 @@ def take(
     ]
 
 
+def _of_arena(
+    number: int, places: Sequence[tuple[int, int]], grads: Sequence[Gradient]
+) -> tuple[list[int], Sequence[Gradient]]:
+    """The indices and gradients of those parameters that are in arena `number`."""
+    indices = [index for arena, index in places if arena == number]
+    if len(indices) == len(places):
+        return indices, grads
+    return indices, [g for g, (arena, _) in zip(grads, places) if arena == number]
+
+
 def _work(
-    arena: Arena, indices: list[int], grads: list[Gradient], rows: Coefficients,
+    arena: Arena, indices: list[int], grads: Sequence[Gradient], rows: Coefficients,
     gradients: DeviceGradients | StoredGradients,
 ) -> ArenaWork:  # fmt: skip
     count = len(arena.params)
@@ -65,13 +71,11 @@ def _stored(stores: Sequence[GradientStore], arena: Arena) -> StoredGradients:
     return StoredGradients(stores[arena.number])
 
 
-def _on_device(arena: Arena, indices: list[int], found: list[Gradient]) -> DeviceGradients:
-    count = len(arena.params)
-    grads: list[Tensor | None] = [None] * count
-    storages: list[object] = [None] * count
-    versions, pointers = [0] * count, [0] * count
+def _on_device(arena: Arena, indices: list[int], found: Sequence[Gradient]) -> DeviceGradients:
+    values: list[Tensor | None] = [None] * len(arena.params)
     for i, (_, value, _) in zip(indices, found):
-        assert value is not None
-        grads[i], storages[i] = value, value.untyped_storage()
-        versions[i], pointers[i] = value._version, value.data_ptr()
-    return DeviceGradients(grads, storages, versions, pointers, arena.piece_counts.copy())
+        values[i] = value
+    storages: list[object] = [None if v is None else v.untyped_storage() for v in values]
+    versions = [0 if v is None else v._version for v in values]
+    pointers = [0 if v is None else v.data_ptr() for v in values]
+    return DeviceGradients(values, storages, versions, pointers, arena.piece_counts.tolist())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hf_offload.engine.arena import Arena
@@ -44,14 +46,14 @@ class DeviceGradients:
         storages: their memory, whatever `.data = ...` puts into its place before it has been copied.
         versions: the version counters when the step was taken.
         pointers: device addresses; 0 where a parameter is not stepped.
-        pieces_left: int64[params], the pieces of each whose copies have not ended.
+        pieces_left: for each parameter, how many of its pieces have not been copied yet.
     """
 
     grads: list[Tensor | None]
     storages: list[object]
     versions: Sequence[int]
     pointers: Sequence[int]
-    pieces_left: np.ndarray
+    pieces_left: list[int]
 
     def let_go(self, bucket: Bucket) -> None:
         for piece in bucket.pieces:
@@ -77,8 +79,13 @@ class DeviceGradients:
 def _counter(t: Tensor) -> Tensor:
     """A tensor that shares `t`'s version counter and holds none of its memory."""
     counter = t.detach()
-    counter.data = counter.new_empty(0)
+    counter.data = _nothing(t.dtype, t.device)
     return counter
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,11 +267,11 @@ class BucketWork:
         return False
 
     def _segments(self, pointers: Sequence[int], owners: Sequence[Tensor | None]) -> list[Segment]:
-        size = self.bucket.itemsize
+        weights, make = self.work.weights, tuple.__new__  # `Segment(...)` itself takes twice as long
         return [
-            Segment(pointers[p.param] + p.start * size, p.length * size, p.offset * size, owners[p.param])
-            for p in self.bucket.pieces
-            if self.work.weights[p.param] is not None
+            make(Segment, (pointers[i] + start, nbytes, offset, owners[i]))
+            for i, start, nbytes, offset in self.work.arena.bucket_spans[self.index]
+            if weights[i] is not None
         ]
 
 

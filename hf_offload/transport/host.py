@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,14 +55,29 @@ class _Mover:
         finally:
             self._weights_wait = False
 
-    def down(self, runs: Iterable[tuple[int, int, int]]) -> None:
-        """Copy gradients: the same."""
-        for to, source, nbytes in runs:
-            for at in range(0, nbytes, PART_BYTES):
-                while self._weights_wait:
-                    time.sleep(LET_PASS_S)
-                with self._lock:
-                    ctypes.memmove(to + at, source + at, min(PART_BYTES, nbytes - at))
+    def down(self, runs: Iterable[tuple[int, int, int]], nbytes: int) -> None:
+        """Copy gradients: the same; `nbytes`: of all runs."""
+        for part in [runs] if nbytes <= PART_BYTES else _parts(runs):
+            while self._weights_wait:
+                time.sleep(LET_PASS_S)
+            with self._lock:
+                for to, source, size in part:
+                    ctypes.memmove(to, source, size)
+
+
+def _parts(runs: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Runs cut and put together to at most PART_BYTES each: what is moved in one go."""
+    part: list[tuple[int, int, int]] = []
+    room = PART_BYTES
+    for to, source, nbytes in runs:
+        while nbytes > room:
+            part.append((to, source, room))
+            yield part
+            to, source, nbytes = to + room, source + room, nbytes - room
+            part, room = [], PART_BYTES
+        part.append((to, source, nbytes))
+        room -= nbytes
+    yield part
 
 
 class HostCopy:
@@ -90,7 +105,7 @@ class HostCopy:
         self._mover = mover
         self._alive = alive
         self.what = what
-        self.nbytes = sum(s.nbytes for s in segments)
+        self.nbytes = sum([nbytes for _, nbytes, _, _ in segments])
         self._held: tuple[Sequence[Segment], Sequence[np.ndarray]] | None = (segments, ring)
         self._slot = slot
         self._after = after
@@ -143,7 +158,8 @@ class HostCopy:
         segments, ring = self._held
         base = ring[self._slot].ctypes.data
         if self._down:
-            self._mover.down((base + offset, pointer, nbytes) for pointer, nbytes, offset, _ in segments)
+            runs = ((base + offset, pointer, nbytes) for pointer, nbytes, offset, _ in segments)
+            self._mover.down(runs, self.nbytes)
         else:
             self._mover.up((pointer, base + offset, nbytes) for pointer, nbytes, offset, _ in segments)
 

@@ -22,6 +22,7 @@ from hf_offload.kernels.cpu.reduce import (
     sum_of_squares,
     sums_of_trees,
 )
+from hf_offload.kernels.cpu.touch import touch
 
 __all__ = [
     "BLOCK",
@@ -50,5 +51,6 @@ __all__ = [
     "sum_blocks",
     "sum_of_squares",
     "sums_of_trees",
+    "touch",
     "widen",
 ]

@@ -184,7 +184,16 @@ def test_recipes_are_listed_shown_and_copied(tmp_path: Path, monkeypatch: pytest
 def test_env_is_plain_text_to_copy() -> None:
     result = invoke("env")
     assert result.exit_code == 0
-    for name in ("hf_offload:", "torch:", "GPU:", "host memory:", "numba threads:", "numba layer:", "cores:"):
+    for name in (
+        "hf_offload:",
+        "torch:",
+        "GPU:",
+        "host memory:",
+        "numba threads:",
+        "numba layer:",
+        "cores:",
+        "host step threads:",
+    ):
         assert name in result.output
     for name, value in (("locked memory:", r"(\d+ bytes|no limit) \(ulimit -l\)"), ("ranks on this node:", "1$")):
         assert re.search(rf"^{name} +{value}", result.output, re.MULTILINE), name

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_offload import OffloadAdam, OffloadConfig, hostmem
+from hf_offload import OffloadAdam, OffloadConfig, hostmem, procfs
 from hf_offload.engine.budget import Budget
 from hf_offload.errors import HostMemoryError
 from hf_offload.hostmem import HostMemory
@@ -151,7 +151,7 @@ def test_a_shadow_that_is_too_large_is_told_how_large_it_may_be(monkeypatch: pyt
 # ---- what it says is what it takes
 
 
-ALLOCATING = ("engine.arena", "engine.formats", "engine.store", "engine.speculation", "transport.host")
+ALLOCATING = ("engine.arena", "engine.memory", "transport.host")
 
 
 class Allocations:
@@ -228,7 +228,9 @@ def test_the_lines_add_up_to_what_is_really_allocated(
     assert scratch.nbytes <= need.pop("scratch", 0)
     said = sum(need.values()) + host["shadow"]
     steps = 4 * len(mine)  # each parameter's count
-    assert said + steps <= allocated <= said + steps + align
+    speculation = optimizer.engine.speculation
+    blocks = 2 + (len(speculation._slots) if speculation else 0)  # state, store, shadow: arrays at cache lines
+    assert said + steps <= allocated <= said + steps + align + blocks * 4 * 64
     optimizer.close()
 
 
@@ -238,9 +240,9 @@ def test_the_lines_add_up_to_what_is_really_allocated(
 SPECULATIVE: dict[str, Any] = {"shadow_bytes": 100_000}
 
 
-@pytest.mark.parametrize("which", range(8))
+@pytest.mark.parametrize("which", range(4))
 def test_an_allocation_that_fails_leaves_nothing_half_bound(which: int) -> None:
-    """Master, m, v, store, and the slots of the shadow, in turn; the next forward goes on as if nothing had been."""
+    """The state, the store, and each slot of the shadow, in turn; the next forward goes on as if nothing had been."""
     results = []
     for fails in (True, False):
         mine = params()
@@ -300,7 +302,7 @@ def test_a_ring_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_real_limit_on_address_space_is_seen_before_it_bites() -> None:
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    mapped = hostmem._fields(hostmem.Path("/proc/self/status")).get("VmSize:")
+    mapped = procfs.fields(hostmem.Path("/proc/self/status")).get("VmSize:")
     if mapped is None:
         pytest.skip("needs /proc")
     large = nn.Parameter(torch.empty(10**7))
