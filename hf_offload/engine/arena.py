@@ -25,7 +25,10 @@ class Arena:
         plan: their buckets.
         master, exp_avg, exp_avg_sq: float32[plan.numel].
         steps: float32[len(params)], steps taken by each parameter; a float as in torch's AdamW.
+        resident: whether the state stays on the device, and is stepped there: `hf_offload.engine.resident`.
     """
+
+    resident = False
 
     def __init__(self, params: Sequence[Tensor], units: Sequence[int], bucket_bytes: int, number: int = 0) -> None:
         self.number = number
@@ -33,10 +36,7 @@ class Arena:
         specs = [ParamSpec(p.numel(), WIRE[p.dtype], u) for p, u in zip(params, units)]
         self.specs = specs
         self.plan: BucketPlan = plan_buckets(specs, bucket_bytes)
-        self.master = np.empty(self.plan.numel, np.float32)
-        # calloc's zero pages: the moments' memory is touched first by the step that fills it
-        self.exp_avg = np.zeros(self.plan.numel, np.float32)
-        self.exp_avg_sq = np.zeros(self.plan.numel, np.float32)
+        self._allocate()
         self.steps = np.zeros(len(self.params), np.float32)
         # One tensor whose elements all steps are: torch.save stores the memory under a view whole, once per tensor.
         self._steps = torch.from_numpy(self.steps)
@@ -56,6 +56,12 @@ class Arena:
         self._aliases = [p.detach() for p in self.params]
         self._pointers = [p.data_ptr() for p in self.params]
         self.set_units(units)
+
+    def _allocate(self) -> None:
+        self.master = np.empty(self.plan.numel, np.float32)
+        # calloc's zero pages: the moments' memory is touched first by the step that fills it
+        self.exp_avg = np.zeros(self.plan.numel, np.float32)
+        self.exp_avg_sq = np.zeros(self.plan.numel, np.float32)
 
     def state_of(self, bucket: int) -> State:
         """Where a bucket's state is now: at home in the flat arrays, or where speculation left it."""

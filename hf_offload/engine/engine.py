@@ -11,6 +11,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from hf_offload.engine.census import Census
 from hf_offload.engine.delay import Delay, works_of
 from hf_offload.engine.figures import figures
 from hf_offload.engine.gates import Gates
-from hf_offload.engine.gradients import DeviceSet, Gradient, GradientSet, StoreSet, collect
+from hf_offload.engine.gradients import DeviceSet, Gradient, GradientSet, MixedSet, StoreSet, collect
 from hf_offload.engine.hyper import Coefficients
 from hf_offload.engine.owners import own
 from hf_offload.engine.pipeline import Pipeline
@@ -36,10 +37,12 @@ from hf_offload.engine.refusals import (
     several_ranks,
     usable_threads,
 )
+from hf_offload.engine.resident import ResidentArena
 from hf_offload.engine.roll import Roll
 from hf_offload.engine.scaling import Factor
 from hf_offload.engine.schedules import Stages, make_schedule
 from hf_offload.engine.seeding import reseed_masters, seeded_masters
+from hf_offload.engine.share import Lot, make_share
 from hf_offload.engine.skips import Skips, not_finite
 from hf_offload.engine.speculation import Speculation
 from hf_offload.engine.stats import Meter, Stats
@@ -102,6 +105,7 @@ class Engine:
         self._last_of_unit: dict[int, int] = {}
         self._waited_to: dict[int, int] = {}  # by device stream
         self._may_be_kept: list[ArenaWork] = []  # whose gradients nobody may have dropped yet
+        self.share = make_share(config.device_state_bytes)
         self.skips = Skips()
         self._census: Census | None = None
         self._peak_gradient_bytes = 0
@@ -184,30 +188,48 @@ class Engine:
             return
         self._check_open()
         self.wait_all()
-        self.placement.settle(fresh, self._taken_bytes())
+        lots = self._lots(fresh)
+        self.placement.settle(fresh, self._taken_bytes(), [p for lot in lots if lot.resident for p in lot.params])
         check_apart([*(p for a in self.arenas for p in a.params), *fresh])
         own(fresh, self)
         if self.config.stream_gradients and self._pipeline is None:
             self._start()
-        number = len(self.arenas)
+        first = len(self.arenas)
         try:
-            with allocating(self.placement.budget.need(fresh)):  # all of it, before anything is bound to it
-                arena = Arena(fresh, [self._unit_of(p) for p in fresh], self.config.bucket_bytes, number)
+            leaving = [p for lot in lots if not lot.resident for p in lot.params]
+            with allocating(self.placement.budget.need(leaving)):  # all of it, before anything is bound to it
+                made = [self._arena(lot, first + n) for n, lot in enumerate(lots)]
                 if self.stream is not None:
-                    self.stream.allocate(arena)
+                    for arena in made:
+                        self.stream.allocate(arena)
             if self.stream is not None:
                 self.stream.settle()  # seeding goes through the ring
-            with seeded_masters(arena, self.placement.transport, self.threads, self.config.timeout_s):
-                places = {id(p): (number, i) for i, p in enumerate(fresh)}
-                left = [*self.watch.left, Left(fresh)]
+            with ExitStack() as seeding:
+                for arena in made:
+                    transport = self.placement.transport
+                    seeding.enter_context(seeded_masters(arena, transport, self.threads, self.config.timeout_s))
+                places = {id(p): (arena.number, i) for arena in made for i, p in enumerate(arena.params)}
+                left = [*self.watch.left, *(Left(arena.params) for arena in made)]
                 # one statement: an interrupt falls before or after it
-                self.arenas, self._place_of, self.watch.left = [*self.arenas, arena], {**self._place_of, **places}, left
+                self.arenas, self._place_of, self.watch.left = [*self.arenas, *made], {**self._place_of, **places}, left
         except BaseException:
             if self.stream is not None:
                 self.stream.release()
             raise
         if self.stream is not None:
             self.stream.open(self.arenas)
+
+    def _lots(self, fresh: Sequence[Tensor]) -> list[Lot]:
+        return self.share.lots(fresh, [self._unit_of(p) for p in fresh], self._rank(), self._resident_bytes())
+
+    def _arena(self, lot: Lot, number: int) -> Arena:
+        units = [self._unit_of(p) for p in lot.params]
+        if lot.resident:
+            return ResidentArena(lot.params, units, number, self.placement.transport.adam(self.threads))
+        return Arena(lot.params, units, self.config.bucket_bytes, number)
+
+    def _resident_bytes(self) -> int:
+        return sum(a.nbytes for a in self.arenas if isinstance(a, ResidentArena))
 
     def hand_over(self, params: Sequence[Tensor]) -> None:
         """Another engine steps these from now on: no step or gradient of ours may come in between.
@@ -224,7 +246,7 @@ class Engine:
     def _taken_bytes(self) -> int:
         """Host memory that is ours, the ring left out."""
         more = (self.stream.nbytes if self.stream else 0) + (self.speculation.nbytes if self.speculation else 0)
-        return 12 * sum(a.plan.numel for a in self.arenas) + more
+        return 12 * sum(a.plan.numel for a in self.arenas if not a.resident) + more
 
     def _unit_of(self, p: Tensor) -> int:
         if self.gates is None:
@@ -252,7 +274,10 @@ class Engine:
         if self.stream is None:
             return DeviceSet((), self.threads)  # nothing is bound yet, for want of gradients
         items = collect(roll, self.stream.placeholders(roll.params))
-        found = StoreSet(items, [self._place_of[id(g.param)] for g in items], self.stream)
+        streamed = [g for g in items if g.value is None]
+        found = StoreSet(streamed, [self._place_of[id(g.param)] for g in streamed], self.stream)
+        if len(streamed) < len(items):
+            return MixedSet(items, DeviceSet([g for g in items if g.value is not None], self.threads), found)
         if len(items) == len(roll.params):
             self._whole, self._placeholders = found, [g.param.grad for g in items]
         return found
@@ -291,11 +316,20 @@ class Engine:
             work = self._take(groups, found.items, factor)
             pipeline.submit(work, record)
             self.skips.taken()
+        self._await_resident(pipeline, work)  # not exposed: what the device does between two steps is compute
+        with self.meter.waiting("step"):
             if pipeline.schedule.returns_at_once:
                 self._wait_units({OUTSIDE})  # no hook of ours tells when these are read
             else:
                 pipeline.wait_all()
         self.meter.end()
+
+    def _await_resident(self, pipeline: Pipeline, work: StepWork) -> None:
+        """Return when the calling thread's device stream sees the weights whose state stays on the device."""
+        count = sum(b.resident for b in work.delivered)
+        if count:
+            pipeline.wait_bucket(count - 1)
+            self._waited_to[self.placement.transport.here()] = count - 1
 
     @property
     def attempts(self) -> int:
@@ -355,13 +389,17 @@ class Engine:
         if self.stream is not None:
             self.stream.step_taken(factor.inverse, clipped=factor.clip != 1.0)
         else:
-            self._peak_gradient_bytes = max(self._peak_gradient_bytes, sum(work.nbytes for work in works))
-            self._may_be_kept = works
+            self._may_be_kept = [work for work in works if not work.arena.resident]
+        here = [work for work in works if self.stream is None or work.arena.resident]
+        self._peak_gradient_bytes = max(self._peak_gradient_bytes, sum(work.nbytes for work in here))
         buckets = bucket_works(works, self._unit_name, self._rank())
         delivered = self._delay.next(buckets, self._most_steps()) if self._delay is not None else buckets
+        if self._delay is not None:
+            self._delay.delivering = True  # an interrupt from here on: what is pending is delivered once more
         self._deliver(delivered)
         if self._delay is not None:
             self._delay.note_weights(buckets)
+            self._delay.delivering = False
         return StepWork(works, buckets, delivered)
 
     def _deliver(self, delivered: Sequence[BucketWork]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hf_offload.engine.arena import Arena
 from hf_offload.engine.placement import Placement
+from hf_offload.engine.resident import STATE_BYTES
 from hf_offload.engine.speculation import Speculation
 from hf_offload.engine.stats import Stats, StepRecord
 from hf_offload.engine.streaming import GradientStream
@@ -19,9 +20,11 @@ def figures(
     """The figures of the step of `record`; zeros where there is none yet.
 
     Args:
-        peak_gradient_bytes: the most the device held for us, where gradients are not streamed.
+        peak_gradient_bytes: the most that the device held of gradients that do not leave during backward.
     """
     numel = sum(a.plan.numel for a in arenas)
+    resident = sum(a.plan.numel for a in arenas if a.resident)
+    on_host = numel - resident
     wires = {s.wire for a in arenas for s in a.specs if s.numel}
     return Stats(
         params=numel,
@@ -30,13 +33,13 @@ def figures(
         transport=placement.kind_of_transport,
         device_bytes={
             "weights": sum(p.nbytes for a in arenas for p in a.params),
-            "gradients": stream.peak if stream is not None else peak_gradient_bytes,
-            "optimizer": 0,
+            "gradients": peak_gradient_bytes + (stream.peak if stream is not None else 0),
+            "optimizer": STATE_BYTES * resident,
         },
         host_bytes={
-            "master": 4 * numel,
-            "exp_avg": 4 * numel,
-            "exp_avg_sq": 4 * numel,
+            "master": 4 * on_host,
+            "exp_avg": 4 * on_host,
+            "exp_avg_sq": 4 * on_host,
             "pinned": placement.pinned_bytes,
             "store": stream.nbytes if stream is not None else 0,
             "shadow": speculation.nbytes if speculation is not None else 0,

@@ -51,8 +51,12 @@ class Placement:
     def pinned_bytes(self) -> int:
         return 0 if self._transport is None else self._transport.pinned_bytes
 
-    def settle(self, fresh: Sequence[Tensor], taken: int) -> None:
-        """Before state for `fresh` is allocated: check device and budget; `taken`: bytes of ours that exist.
+    def settle(self, fresh: Sequence[Tensor], taken: int, staying: Sequence[Tensor] = ()) -> None:
+        """Before state for `fresh` is allocated: check device and budget.
+
+        Args:
+            taken: bytes of ours that exist.
+            staying: those of `fresh` whose state stays on the device.
 
         Raises as the class.
         """
@@ -62,7 +66,8 @@ class Placement:
                 explain("device", device, f"other parameters of this optimizer are on {self.device}",
                         "Keep all trainable parameters on one device")
             )  # fmt: skip
-        self.budget.check_binding(fresh, taken)
+        stays = set(map(id, staying))
+        self.budget.check_binding([p for p in fresh if id(p) not in stays], taken)
         if device != self.device:
             moved = self._make(device)
             self.close()

@@ -26,7 +26,8 @@ def take(
 
     Args:
         place_of: the (arena, index) of each parameter, by its id.
-        stores: where gradients that left during backward are, one for each arena; None where none does.
+        stores: where gradients that left during backward are, one for each arena; None where none does. What stays on
+            the device has its gradients there.
 
     Raises:
         StateError: a parameter was converted or resized after its state was made; nothing was taken.
@@ -40,7 +41,7 @@ def take(
     for arena_, (indices, _) in zip(arenas, found):
         arena_.glance(indices)
     return [
-        _work(a, indices, theirs, rows, _on_device(a, indices, theirs) if stores is None else _stored(stores, a))
+        _work(a, indices, theirs, rows, _gradients(a, indices, theirs, stores))
         for a, (indices, theirs) in zip(arenas, found)
         if indices
     ]
@@ -60,7 +61,11 @@ def _work(
     return ArenaWork(arena, gradients, weights, [], pointers, table, stepped)
 
 
-def _stored(stores: Sequence[GradientStore], arena: Arena) -> StoredGradients:
+def _gradients(
+    arena: Arena, indices: list[int], found: list[Gradient], stores: Sequence[GradientStore] | None
+) -> DeviceGradients | StoredGradients:
+    if stores is None or arena.resident:
+        return _on_device(arena, indices, found)
     return StoredGradients(stores[arena.number])
 
 
