@@ -39,6 +39,10 @@ class LiveEntry(dict[str, Tensor]):
         self._engine = weakref.ref(engine)
         self.edited = False
 
+    def show(self, views: Mapping[str, Tensor]) -> None:
+        """From now on the state is in `views`."""
+        dict.update(self, views)
+
     def _settle(self) -> None:
         engine = self._engine()
         if engine is not None:

@@ -25,6 +25,7 @@ from hf_offload.engine.figures import figures
 from hf_offload.engine.gates import Gates
 from hf_offload.engine.gradients import DeviceSet, Gradient, GradientSet, MixedSet, StoreSet, collect
 from hf_offload.engine.hyper import Coefficients
+from hf_offload.engine.moving import give_back, share_out
 from hf_offload.engine.owners import own
 from hf_offload.engine.pipeline import Pipeline
 from hf_offload.engine.placement import Placement
@@ -105,7 +106,11 @@ class Engine:
         self._last_of_unit: dict[int, int] = {}
         self._waited_to: dict[int, int] = {}  # by device stream
         self._may_be_kept: list[ArenaWork] = []  # whose gradients nobody may have dropped yet
-        self.share = make_share(config.device_state_bytes)
+        self.share = make_share(config.device_state_bytes, config.stream_gradients)
+        self.moved: Callable[[Sequence[Tensor]], None] = lambda params: None
+        """Told of parameters whose state is somewhere else now, to the device or back."""
+        self._untold: list[Tensor] = []
+        self._gathered = False  # since the last step: what is pending knows where the gradients are
         self.skips = Skips()
         self._census: Census | None = None
         self._peak_gradient_bytes = 0
@@ -189,7 +194,7 @@ class Engine:
         self._check_open()
         self.wait_all()
         lots = self._lots(fresh)
-        self.placement.settle(fresh, self._taken_bytes(), [p for lot in lots if lot.resident for p in lot.params])
+        self.placement.settle(fresh, self.taken_bytes(), [p for lot in lots if lot.resident for p in lot.params])
         check_apart([*(p for a in self.arenas for p in a.params), *fresh])
         own(fresh, self)
         if self.config.stream_gradients and self._pipeline is None:
@@ -198,7 +203,7 @@ class Engine:
         try:
             leaving = [p for lot in lots if not lot.resident for p in lot.params]
             with allocating(self.placement.budget.need(leaving)):  # all of it, before anything is bound to it
-                made = [self._arena(lot, first + n) for n, lot in enumerate(lots)]
+                made = [self.new_arena(lot, first + n) for n, lot in enumerate(lots)]
                 if self.stream is not None:
                     for arena in made:
                         self.stream.allocate(arena)
@@ -220,9 +225,10 @@ class Engine:
             self.stream.open(self.arenas)
 
     def _lots(self, fresh: Sequence[Tensor]) -> list[Lot]:
-        return self.share.lots(fresh, [self._unit_of(p) for p in fresh], self._rank(), self._resident_bytes())
+        return self.share.lots(fresh, [self._unit_of(p) for p in fresh], self.rank(), self._resident_bytes())
 
-    def _arena(self, lot: Lot, number: int) -> Arena:
+    def new_arena(self, lot: Lot, number: int) -> Arena:
+        """For state of `lot`, on the device or the host; nothing is bound to it yet."""
         units = [self._unit_of(p) for p in lot.params]
         if lot.resident:
             return ResidentArena(lot.params, units, number, self.placement.transport.adam(self.threads))
@@ -230,6 +236,20 @@ class Engine:
 
     def _resident_bytes(self) -> int:
         return sum(a.nbytes for a in self.arenas if isinstance(a, ResidentArena))
+
+    def replace(self, number: int, arena: Arena) -> None:
+        """`arena` has the state of arena `number` from now on: it has moved to the device, or back."""
+        self._whole = None
+        arenas, untold = [*self.arenas[:number], arena, *self.arenas[number + 1 :]], [*self._untold, *arena.params]
+        self.arenas, self._untold = arenas, untold  # one statement: an interrupt falls before or after it
+        self._tell_moved()
+        if self.stream is not None:
+            self.stream.open(self.arenas)
+
+    def _tell_moved(self) -> None:
+        if self._untold:
+            self.moved(self._untold)
+            self._untold = []
 
     def hand_over(self, params: Sequence[Tensor]) -> None:
         """Another engine steps these from now on: no step or gradient of ours may come in between.
@@ -243,7 +263,7 @@ class Engine:
             if self.stream is not None:
                 self.stream.let_go(params)
 
-    def _taken_bytes(self) -> int:
+    def taken_bytes(self) -> int:
         """Host memory that is ours, the ring left out."""
         more = (self.stream.nbytes if self.stream else 0) + (self.speculation.nbytes if self.speculation else 0)
         return 12 * sum(a.plan.numel for a in self.arenas if not a.resident) + more
@@ -264,6 +284,9 @@ class Engine:
         if self._roll is None or not self._roll.holds(groups):
             self._roll, self._whole = Roll(groups), None
         roll = self._roll
+        if not self._gathered and not self._closed:
+            share_out(self, roll.params)
+            self._gathered = True
         if not self.config.stream_gradients:
             return DeviceSet(collect(roll), self.threads)
         self._check_open()
@@ -315,6 +338,7 @@ class Engine:
             self._learn(found.items, awaited)
             work = self._take(groups, found.items, factor)
             pipeline.submit(work, record)
+            self._gathered = False
             self.skips.taken()
         self._await_resident(pipeline, work)  # not exposed: what the device does between two steps is compute
         with self.meter.waiting("step"):
@@ -343,6 +367,7 @@ class Engine:
 
     def skip(self, factor: Factor) -> None:
         """A step that is not taken: no byte of state changes."""
+        self._gathered = False
         self.skips.add()
         if self.stream is not None:
             self.stream.step_taken(factor.inverse, clipped=True)
@@ -392,7 +417,7 @@ class Engine:
             self._may_be_kept = [work for work in works if not work.arena.resident]
         here = [work for work in works if self.stream is None or work.arena.resident]
         self._peak_gradient_bytes = max(self._peak_gradient_bytes, sum(work.nbytes for work in here))
-        buckets = bucket_works(works, self._unit_name, self._rank())
+        buckets = bucket_works(works, self._unit_name, self.rank())
         delivered = self._delay.next(buckets, self._most_steps()) if self._delay is not None else buckets
         if self._delay is not None:
             self._delay.delivering = True  # an interrupt from here on: what is pending is delivered once more
@@ -427,7 +452,8 @@ class Engine:
                 "Call optimizer.synchronize() before you write to weights; load the last checkpoint to go on."
             )
 
-    def _rank(self) -> dict[int, int]:
+    def rank(self) -> dict[int, int]:
+        """Of each unit, its place in the order of forward."""
         ranks = {OUTSIDE: -1}
         if self.gates is not None:
             ranks.update(enumerate(self.gates.rank()))
@@ -509,6 +535,7 @@ class Engine:
     def settle_state(self) -> None:
         """Return when the flat arrays, which `optimizer.state` shows, are the state and nobody writes them."""
         self._wait_step()
+        self._tell_moved()
         speculation = self.speculation
         if speculation is not None and self._pipeline is not None and not self._closed:
             self._pipeline.call(lambda: speculation.bring_home(self.arenas), "the state")
@@ -539,6 +566,8 @@ class Engine:
     def before_root(self) -> None:
         assert self.gates is not None
         self._before_forward()
+        if not self._closed:
+            give_back(self)  # after an allocation that failed, say, when smaller batches are tried
         self._wait_units(self._unguarded())
 
     def before_guard(self, guard: int) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.budget import Budget
+from hf_offload.engine.device_memory import memory_of
 from hf_offload.engine.tensors import check_apart, check_parameter
 from hf_offload.errors import UnsupportedError, explain
 from hf_offload.preflight import allocating
@@ -18,6 +19,9 @@ from hf_offload.transport.select import DeviceFacts, transport_kind
 
 class Placement:
     """The transport of one engine. It follows the parameters if they are moved before the first step.
+
+    Attributes:
+        memory: the device's.
 
     Raises:
         UnsupportedError, ConfigError: a parameter, device or transport that cannot work; nothing was reserved.
@@ -32,6 +36,7 @@ class Placement:
         check_apart(trainable)
         self.budget.check_construction(trainable)
         self._transport: Transport | None = self._make(self.device)
+        self.memory = memory_of(self.device)
 
     @property
     def kind(self) -> str:
@@ -71,7 +76,7 @@ class Placement:
         if device != self.device:
             moved = self._make(device)
             self.close()
-            self.device, self._transport = device, moved
+            self.device, self._transport, self.memory = device, moved, memory_of(device)
 
     def close(self) -> None:
         if self._transport is not None:

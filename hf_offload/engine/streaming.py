@@ -83,6 +83,8 @@ class GradientStream:
         """Take the gradients of the parameters of `arenas`, of those that are new, from now on. What is not allocated
         yet is now: raises as `allocate`."""
         for number, arena in enumerate(arenas):
+            if number < len(self._opened) and self._opened[number] is not arena:
+                self._close(number)
             if number == len(self._opened) or self._opened[number] is not arena:
                 self._open(arena)
 
@@ -130,6 +132,21 @@ class GradientStream:
             p.requires_grad_(True)  # torch takes no hook of a frozen parameter, which may be unfrozen later
             tap.handle = p.register_post_accumulate_grad_hook(_hook(me, tap))
             p.requires_grad_(asked)
+
+    def _close(self, number: int) -> None:
+        """The state of an arena has moved: gradients that left come back into `.grad`. Done again after an interrupt,
+        it goes on."""
+        self.flush()
+        speculation = self.shared.speculation
+        self.settle(speculation.clear if speculation is not None else lambda: None)
+        store = self.stores[number]
+        for i, (p, tap) in enumerate(zip(store.arena.params, self._taps[number])):
+            tap.close()
+            if p.grad is tap.placeholder:
+                p.grad = store.as_gradient(i)
+        gone = {id(p) for p in store.arena.params}
+        self._tap_of = {of: tapped for of, tapped in self._tap_of.items() if of not in gone}
+        self.version += 1
 
     def close(self) -> None:
         for p, tap in self._tap_of.values():
