@@ -16,6 +16,7 @@ TRANSPORTS = ("auto", "host", "cuda")
 SKIP_NONFINITE = ("when_clipping", "always", "never")
 ACCUMULATE_DTYPES = ("wire", "float32")
 STATE_DTYPES = ("float32", "bfloat16", "int8")
+AUTO = "auto"
 MIB = 1 << 20
 LARGEST = 2**63 - 1
 """What counts and bytes may be: whatever is computed from them still is a number to C and to a float."""
@@ -71,6 +72,11 @@ class OffloadConfig:
         default="float32",
     )
     rounding_seed: int = _doc("seed of the stochastic rounding of bfloat16 and int8 state", default=0)
+    device_state_bytes: int | str = _doc(
+        "device memory for optimizer state that stays there and is stepped there, bytes, 12 a parameter; auto: what is "
+        "free after the first micro-batches, given back when memory gets short",
+        default=0,
+    )
     timeline: str | None = _doc("a Chrome trace of the steps' phases is written to this file", default=None)
     poison: bool = _doc("debug: weights in flight are NaN, so that whoever reads them too early shows", default=False)
 
@@ -103,6 +109,7 @@ class OffloadConfig:
         if self.timeline is not None and (not isinstance(self.timeline, str) or not self.timeline):
             raise ConfigError(explain("timeline", self.timeline, "not a path", "Give the name of a file, or None"))
         self._check_streaming()
+        self._check_device_state()
         emulated = "link_gb_s" if self.link_gb_s is not None else "link_latency_us" if self.link_latency_us else None
         if self.transport == "cuda" and emulated:
             raise ConfigError(
@@ -123,6 +130,21 @@ class OffloadConfig:
             cause = "the delayed host step still reads the gradients on the host while the next ones would arrive"
             remedy = "Leave stream_gradients out, or use schedule='overlapped', with shadow_bytes"
             raise ConfigError(explain("stream_gradients", True, f"with schedule='delayed', {cause}", remedy))
+
+    def _check_device_state(self) -> None:
+        value = self.device_state_bytes
+        if value != AUTO:
+            _integer("device_state_bytes", value, least=0, other=AUTO)
+        if not value:
+            return
+        for name, given, usual in (
+            ("accumulate_dtype", self.accumulate_dtype, "wire"),
+            ("state_dtype", self.state_dtype, "float32"),
+        ):
+            if given != usual:
+                cause = f"state on the device is float32 and steps the gradients of .grad, but {name}={given!r}"
+                remedy = f"Leave {name} out, or set device_state_bytes=0"
+                raise ConfigError(explain("device_state_bytes", value, cause, remedy))
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> OffloadConfig:
@@ -150,6 +172,8 @@ OffloadConfig.__signature__ = _init.replace(  # type: ignore[attr-defined]
 def _from_text(name: str, text: str, kind: str) -> Any:
     if "None" in kind and text.lower() in ("none", "null", ""):
         return None
+    if "str" in kind and text == AUTO:
+        return text
     try:
         if kind.startswith("bool"):
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
@@ -167,10 +191,11 @@ def _one_of(name: str, value: Any, valid: tuple[str, ...]) -> None:
         raise ConfigError(explain(name, value, f"not a valid {name}", nearest(str(value), valid)))
 
 
-def _integer(name: str, value: Any, optional: bool = False, least: int = 1) -> None:
+def _integer(name: str, value: Any, optional: bool = False, least: int = 1, other: str | None = None) -> None:
+    """`other`: what may be given instead, for the message."""
     if optional and value is None:
         return
-    remedy = f"Give a whole number of at least {least}"
+    remedy = f"Give a whole number of at least {least}" + (f", or {other!r}" if other else "")
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(explain(name, value, "not an integer", remedy))
     if value < least:

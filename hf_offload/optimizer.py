@@ -92,6 +92,7 @@ class OffloadAdam(torch.optim.Optimizer):
         self.config = config or OffloadConfig()
         me = weakref.ref(self)
         self._engine = Engine(self.config, partial(_parameters_of, me), partial(_groups_of, me))
+        self._engine.moved = partial(_show_moved, me)
         self._pending = PendingScale()
         self.last_grad_norm: float | None = None
         """L2 norm of the unscaled gradients as last computed by `clip_grad_norm_`."""
@@ -160,7 +161,7 @@ class OffloadAdam(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, after waiting for all. Per parameter: `step` and, in its shape, the fp32 host tensors
-        `exp_avg`, `exp_avg_sq` and `master`: live views, valid until the next step."""
+        `exp_avg`, `exp_avg_sq` and `master`: live views, valid until the next step; copies of what stays on a GPU."""
         self.engine.wait_outsider()
         self.engine.settle_state()
         self._fill_state()
@@ -323,6 +324,17 @@ class OffloadAdam(torch.optim.Optimizer):
         # one statement, and last: after an interrupt before it, all of the above is done again
         self._shown, self._entries = {**self._shown, **shown}, entries
 
+    @torch.inference_mode(False)
+    def _show_again(self, params: Iterable[Tensor]) -> None:
+        """Show the state of `params` where it is now."""
+        for p in params:
+            entry = self.state.get(p)
+            if p in self._shown and isinstance(entry, LiveEntry):
+                views = self.engine.state_views(p)
+                if not entry.edited:  # else the next step says so
+                    entry.show(views)
+                self._shown[p] = views
+
     def _check_state(self, grads: Iterable[Gradient]) -> None:
         """Refuse a step of parameters whose entry of `self.state` was replaced or taken out by hand."""
         entries = self._entries
@@ -368,6 +380,12 @@ def alive() -> list[OffloadAdam]:
 def _parameters_of(optimizer: weakref.ref[OffloadAdam]) -> list[Tensor]:
     alive = optimizer()
     return alive._parameters() if alive is not None else []
+
+
+def _show_moved(optimizer: weakref.ref[OffloadAdam], params: Iterable[Tensor]) -> None:
+    alive = optimizer()
+    if alive is not None:
+        alive._show_again(params)
 
 
 def _groups_of(optimizer: weakref.ref[OffloadAdam]) -> list[dict[str, Any]]:

@@ -39,6 +39,10 @@ class LiveEntry(dict[str, Tensor]):
         self._engine = weakref.ref(engine)
         self.edited = False
 
+    def show(self, views: Mapping[str, Tensor]) -> None:
+        """From now on the state is in `views`."""
+        dict.update(self, views)
+
     def _settle(self) -> None:
         engine = self._engine()
         if engine is not None:
@@ -78,8 +82,13 @@ for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem"
 
 
 def plain_entry(entry: Any) -> Any:
-    """The entry as a plain dict, which every reader of a checkpoint knows. The state must have been settled."""
-    return dict(entry) if isinstance(entry, LiveEntry) else entry
+    """The entry as a plain dict, which every reader of a checkpoint knows. The state must have been settled.
+
+    State that stays on a GPU is copied to the host: so a checkpoint is the same whichever share stays there.
+    """
+    if not isinstance(entry, LiveEntry):
+        return entry
+    return {name: t.cpu() if isinstance(t, Tensor) else t for name, t in dict.items(entry)}
 
 
 def shows(entry: Any, views: Mapping[str, Tensor]) -> bool:

@@ -34,6 +34,7 @@ DEFAULTS = {
     "accumulate_dtype": "wire",
     "shadow_bytes": 0,
     "delay_warmup_steps": 10,
+    "device_state_bytes": 0,
     "timeline": None,
     "poison": False,
 }
@@ -53,6 +54,7 @@ OTHERS: dict[str, list[Any]] = {
     "accumulate_dtype": [],
     "shadow_bytes": [0],
     "delay_warmup_steps": [0, 1, 1000],
+    "device_state_bytes": [0, 1, 1 << 40, "auto"],
     "timeline": ["trace.json", "a/b c.json"],
     "poison": [True],
 }
@@ -73,6 +75,7 @@ BAD: dict[str, list[Any]] = {
     "accumulate_dtype": ["bfloat16", None, "float32"],
     "shadow_bytes": [-1, None, 1e9, True, 14],
     "delay_warmup_steps": [-1, None, 0.5, False],
+    "device_state_bytes": [-1, 1e9, "all", "1000", "Auto", None, True],
     "timeline": ["", 1, True],
     "poison": [None, 1, "yes"],
 }
@@ -136,7 +139,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, nearest: str | N
         OffloadConfig.from_mapping({name: 1})
 
 
-@pytest.mark.parametrize("later", ["device_state_bytes", "state_dtype", "shard_state"])
+@pytest.mark.parametrize("later", ["state_dtype", "shard_state"])
 def test_fields_that_come_later_are_not_there_yet(later: str) -> None:
     with pytest.raises(ConfigError, match=f"{later}=.*unknown setting"):
         OffloadConfig(**{later: 1})
@@ -147,6 +150,16 @@ def test_what_belongs_to_streaming_needs_it(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"{name}={value!r}: gradients are not streamed. Set stream_gradients=true"):
         OffloadConfig(**{name: value})
     assert getattr(OffloadConfig(stream_gradients=True, **{name: value}), name) == value
+
+
+def test_state_on_the_device_is_stepped_with_the_gradients_of_grad() -> None:
+    streamed = {"stream_gradients": True, "accumulate_dtype": "float32"}
+    for value in (1 << 30, "auto"):
+        with pytest.raises(ConfigError, match=rf"device_state_bytes={value!r}: .*accumulate_dtype='float32'. Leave"):
+            OffloadConfig(device_state_bytes=value, **streamed)
+    OffloadConfig(device_state_bytes=0, **streamed)
+    with pytest.raises(ConfigError, match=r"device_state_bytes='all': not an integer.*at least 0, or 'auto'"):
+        OffloadConfig(device_state_bytes="all")
 
 
 def test_delayed_and_streamed_do_not_go_together() -> None:
@@ -209,6 +222,8 @@ TEXTS: list[tuple[str, str, Any]] = [
     *(("cast_fp32_weights", text, True) for text in ("true", "True", "TRUE", "1", "yes")),
     *(("cast_fp32_weights", text, False) for text in ("false", "False", "0", "no")),
     ("timeout_s", "30", 30.0),
+    ("device_state_bytes", "1000", 1000),
+    ("device_state_bytes", "auto", "auto"),
 ]
 
 
@@ -230,6 +245,7 @@ def test_every_value_survives_a_round_trip_through_text() -> None:
         ("bucket_bytes", "32MiB", "int"),
         ("bucket_bytes", "1e6", "int"),
         ("bucket_bytes", "none", "int"),
+        ("device_state_bytes", "40GB", "int"),
         ("threads", "all", "int"),
         ("threads", "2.0", "int"),
         ("link_gb_s", "fast", "float"),

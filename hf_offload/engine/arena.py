@@ -43,7 +43,10 @@ class Arena:
         plan: their buckets.
         state: master, float32[plan.numel], and what `kind` has.
         steps: float32[len(params)], steps taken by each parameter; a float as in torch's AdamW.
+        resident: whether the state stays on the device, and is stepped there: `hf_offload.engine.resident`.
     """
+
+    resident = False
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class Arena:
         self.specs = specs
         self.plan: BucketPlan = plan_buckets(specs, bucket_bytes, kind.block)
         self._block_start = self._count_blocks()
-        self.state: State = tuple(memory.allocate(*kind.arrays(self.plan.numel, self._block_start[-1])))
+        self.state: State = self._allocate(kind.arrays(self.plan.numel, self._block_start[-1]))
         self.steps = np.zeros(len(self.params), np.float32)
         # One tensor whose elements all steps are: torch.save stores the memory under a view whole, once per tensor.
         self._steps = torch.from_numpy(self.steps)
@@ -81,6 +84,10 @@ class Arena:
         self._aliases = [p.detach() for p in self.params]
         self._pointers = [p.data_ptr() for p in self.params]
         self.set_units(units)
+
+    def _allocate(self, arrays: Sequence[tuple[int, np.dtype]]) -> State:
+        """Zeros: elements and dtype of each."""
+        return tuple(memory.allocate(*arrays))
 
     @property
     def master(self) -> np.ndarray:
@@ -125,8 +132,13 @@ class Arena:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """What master, exp_avg and exp_avg_sq take, in bytes."""
+        """What master, exp_avg and exp_avg_sq take of the host, in bytes."""
         return state_bytes(self.kind, [s.numel for s in self.specs])
+
+    @property
+    def device_bytes(self) -> int:
+        """What the state takes of the device, in bytes."""
+        return 0
 
     def state_of(self, bucket: int) -> State:
         """Where a bucket's state is now: at home in the flat arrays, or where speculation left it."""

@@ -15,7 +15,7 @@ class Delay:
         under_way: gives what the newest step delivers.
 
     Attributes:
-        delivering: whether the delivery of what is pending has begun, outside of a step.
+        delivering: whether the delivery of what is pending has begun, and no step that does it was taken.
     """
 
     def __init__(self, warmup_steps: int, under_way: Callable[[], object]) -> None:

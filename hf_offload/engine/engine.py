@@ -11,6 +11,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from hf_offload.engine.delay import Delay, works_of
 from hf_offload.engine.figures import figures
 from hf_offload.engine.formats import FORMATS
 from hf_offload.engine.gates import Gates
-from hf_offload.engine.gradients import DeviceSet, Gradient, GradientSet, StoreSet, collect
+from hf_offload.engine.gradients import DeviceSet, Gradient, GradientSet, MixedSet, StoreSet, collect
 from hf_offload.engine.hyper import Coefficients
+from hf_offload.engine.moving import give_back, share_out
 from hf_offload.engine.owners import own
 from hf_offload.engine.pipeline import Pipeline
 from hf_offload.engine.placement import Placement
@@ -36,10 +38,12 @@ from hf_offload.engine.refusals import (
     module_of,
     several_ranks,
 )
+from hf_offload.engine.resident import ResidentArena
 from hf_offload.engine.roll import Roll
 from hf_offload.engine.scaling import Factor
 from hf_offload.engine.schedules import Stages, make_schedule
 from hf_offload.engine.seeding import reseed_masters, seeded_masters
+from hf_offload.engine.share import Lot, make_share
 from hf_offload.engine.skips import Skips, not_finite
 from hf_offload.engine.speculation import Speculation
 from hf_offload.engine.stats import Meter, Stats
@@ -104,6 +108,11 @@ class Engine:
         self._last_of_unit: dict[int, int] = {}
         self._waited_to: dict[int, int] = {}  # by device stream
         self._may_be_kept: list[ArenaWork] = []  # whose gradients nobody may have dropped yet
+        self.share = make_share(config.device_state_bytes, config.stream_gradients)
+        self.moved: Callable[[Sequence[Tensor]], None] = lambda params: None
+        """Told of parameters whose state is somewhere else now, to the device or back."""
+        self._untold: list[Tensor] = []
+        self._gathered = False  # since the last step: what is pending knows where the gradients are
         self.skips = Skips()
         self._census: Census | None = None
         self._peak_gradient_bytes = 0
@@ -188,28 +197,31 @@ class Engine:
         fresh = [p for p in params if id(p) not in self._place_of]
         self._check_open()
         self.wait_all()
-        self.placement.settle(fresh, self._taken_bytes())
+        lots = self._lots(fresh)
+        self.placement.settle(fresh, self.taken_bytes(), [p for lot in lots if lot.resident for p in lot.params])
         check_apart([*(p for a in self.arenas for p in a.params), *fresh])
         own(fresh, self)
         if self.config.stream_gradients and self._pipeline is None:
             self._start()
-        number = len(self.arenas)
+        first = len(self.arenas)
         try:
+            leaving = [p for lot in lots if not lot.resident for p in lot.params]
             # all of it, before anything is bound to it
-            with self.placement.near(), allocating(self.placement.budget.need(fresh)):
-                arena = self._arena_of(fresh, number)
+            with self.placement.near(), allocating(self.placement.budget.need(leaving)):
+                made = [self.new_arena(lot, first + n) for n, lot in enumerate(lots)]
                 if self.stream is not None:
-                    self.stream.allocate(arena)
+                    for arena in made:
+                        self.stream.allocate(arena)
             if self.stream is not None:
                 self.stream.settle()  # seeding goes through the ring
-            with (
-                self.placement.near(),
-                seeded_masters(arena, self.placement.transport, self.threads, self.config.timeout_s),
-            ):
-                places = {id(p): (number, i) for i, p in enumerate(fresh)}
-                left = [*self.watch.left, Left(fresh)]
+            with self.placement.near(), ExitStack() as seeding:
+                for arena in made:
+                    transport = self.placement.transport
+                    seeding.enter_context(seeded_masters(arena, transport, self.threads, self.config.timeout_s))
+                places = {id(p): (arena.number, i) for arena in made for i, p in enumerate(arena.params)}
+                left = [*self.watch.left, *(Left(arena.params) for arena in made)]
                 # one statement: an interrupt falls before or after it
-                self.arenas, self._place_of, self.watch.left = [*self.arenas, arena], {**self._place_of, **places}, left
+                self.arenas, self._place_of, self.watch.left = [*self.arenas, *made], {**self._place_of, **places}, left
         except BaseException:
             if self.stream is not None:
                 self.stream.release()
@@ -217,12 +229,34 @@ class Engine:
         if self.stream is not None:
             self.stream.open(self.arenas)
 
-    def _arena_of(self, fresh: Sequence[Tensor], number: int) -> Arena:
+    def _lots(self, fresh: Sequence[Tensor]) -> list[Lot]:
+        return self.share.lots(fresh, [self._unit_of(p) for p in fresh], self.rank(), self._resident_bytes())
+
+    def new_arena(self, lot: Lot, number: int) -> Arena:
+        """For state of `lot`, on the device or the host; nothing is bound to it yet."""
+        units = [self._unit_of(p) for p in lot.params]
+        if lot.resident:
+            return ResidentArena(lot.params, units, number, self.placement.transport.adam(self.threads))
         numbers = {id(p): i for i, p in enumerate(self._parameters())}
-        return Arena(
-            fresh, [self._unit_of(p) for p in fresh], self.config.bucket_bytes, number,
-            self.kind, Rounding(self.config.rounding_seed, [numbers.get(id(p), -1) for p in fresh]),
-        )  # fmt: skip
+        rounding = Rounding(self.config.rounding_seed, [numbers.get(id(p), -1) for p in lot.params])
+        return Arena(lot.params, units, self.config.bucket_bytes, number, self.kind, rounding)
+
+    def _resident_bytes(self) -> int:
+        return sum(a.device_bytes for a in self.arenas)
+
+    def replace(self, number: int, arena: Arena) -> None:
+        """`arena` has the state of arena `number` from now on: it has moved to the device, or back."""
+        self._whole = None
+        arenas, untold = [*self.arenas[:number], arena, *self.arenas[number + 1 :]], [*self._untold, *arena.params]
+        self.arenas, self._untold = arenas, untold  # one statement: an interrupt falls before or after it
+        self._tell_moved()
+        if self.stream is not None:
+            self.stream.open(self.arenas)
+
+    def _tell_moved(self) -> None:
+        if self._untold:
+            self.moved(self._untold)
+            self._untold = []
 
     def hand_over(self, params: Sequence[Tensor]) -> None:
         """Another engine steps these from now on: no step or gradient of ours may come in between.
@@ -236,7 +270,7 @@ class Engine:
             if self.stream is not None:
                 self.stream.let_go(params)
 
-    def _taken_bytes(self) -> int:
+    def taken_bytes(self) -> int:
         """Host memory that is ours, the ring left out."""
         more = (self.stream.nbytes if self.stream else 0) + (self.speculation.nbytes if self.speculation else 0)
         return sum(sum(a.nbytes.values()) for a in self.arenas) + more
@@ -257,6 +291,9 @@ class Engine:
         if self._roll is None or not self._roll.holds(groups):
             self._roll, self._whole = Roll(groups), None
         roll = self._roll
+        if not self._gathered and not self._closed:
+            share_out(self, roll.params)
+            self._gathered = True
         if not self.config.stream_gradients:
             return DeviceSet(collect(roll), self.threads)
         self._check_open()
@@ -267,7 +304,10 @@ class Engine:
         if self.stream is None:
             return DeviceSet((), self.threads)  # nothing is bound yet, for want of gradients
         items = collect(roll, self.stream.placeholders(roll.params))
-        found = StoreSet(items, [self._place_of[id(g.param)] for g in items], self.stream)
+        streamed = [g for g in items if g.value is None]
+        found = StoreSet(streamed, [self._place_of[id(g.param)] for g in streamed], self.stream)
+        if len(streamed) < len(items):
+            return MixedSet(items, DeviceSet([g for g in items if g.value is not None], self.threads), found)
         if len(items) == len(roll.params):
             self._whole, self._placeholders = found, [g.param.grad for g in items]
         return found
@@ -305,12 +345,22 @@ class Engine:
             self._learn(found.items, awaited)
             work = self._take(groups, found.items, factor)
             pipeline.submit(work, record)
+            self._gathered = False
             self.skips.taken()
+        self._await_resident(pipeline, work)  # not exposed: what the device does between two steps is compute
+        with self.meter.waiting("step"):
             if pipeline.schedule.returns_at_once:
                 self._wait_units({OUTSIDE})  # no hook of ours tells when these are read
             else:
                 pipeline.wait_all()
         self.meter.end()
+
+    def _await_resident(self, pipeline: Pipeline, work: StepWork) -> None:
+        """Return when the calling thread's device stream sees the weights whose state stays on the device."""
+        count = sum(b.resident for b in work.delivered)
+        if count:
+            pipeline.wait_bucket(count - 1)
+            self._waited_to[self.placement.transport.here()] = count - 1
 
     @property
     def attempts(self) -> int:
@@ -324,6 +374,7 @@ class Engine:
 
     def skip(self, factor: Factor) -> None:
         """A step that is not taken: no byte of state changes."""
+        self._gathered = False
         self.skips.add()
         if self.stream is not None:
             self.stream.step_taken(factor.inverse, clipped=True)
@@ -370,13 +421,17 @@ class Engine:
         if self.stream is not None:
             self.stream.step_taken(factor.inverse, clipped=factor.clip != 1.0)
         else:
-            self._peak_gradient_bytes = max(self._peak_gradient_bytes, sum(work.nbytes for work in works))
-            self._may_be_kept = works
-        buckets = bucket_works(works, self._unit_name, self._rank())
+            self._may_be_kept = [work for work in works if not work.arena.resident]
+        here = [work for work in works if self.stream is None or work.arena.resident]
+        self._peak_gradient_bytes = max(self._peak_gradient_bytes, sum(work.nbytes for work in here))
+        buckets = bucket_works(works, self._unit_name, self.rank())
         delivered = self._delay.next(buckets, self._most_steps()) if self._delay is not None else buckets
+        if self._delay is not None:
+            self._delay.delivering = True  # an interrupt from here on: what is pending is delivered once more
         self._deliver(delivered)
         if self._delay is not None:
             self._delay.note_weights(buckets)
+            self._delay.delivering = False
         return StepWork(works, buckets, delivered)
 
     def _deliver(self, delivered: Sequence[BucketWork]) -> None:
@@ -404,7 +459,8 @@ class Engine:
                 "Call optimizer.synchronize() before you write to weights; load the last checkpoint to go on."
             )
 
-    def _rank(self) -> dict[int, int]:
+    def rank(self) -> dict[int, int]:
+        """Of each unit, its place in the order of forward."""
         ranks = {OUTSIDE: -1}
         if self.gates is not None:
             ranks.update(enumerate(self.gates.rank()))
@@ -487,6 +543,7 @@ class Engine:
     def settle_state(self) -> None:
         """Return when the flat arrays, which `optimizer.state` shows, are the state and nobody writes them."""
         self._wait_step()
+        self._tell_moved()
         speculation = self.speculation
         if speculation is not None and self._pipeline is not None and not self._closed:
             self._pipeline.call(lambda: speculation.bring_home(self.arenas), "the state")
@@ -517,6 +574,8 @@ class Engine:
     def before_root(self) -> None:
         assert self.gates is not None
         self._before_forward()
+        if not self._closed:
+            give_back(self)  # after an allocation that failed, say, when smaller batches are tried
         self._wait_units(self._unguarded())
 
     def before_guard(self, guard: int) -> None:

@@ -20,7 +20,7 @@ def figures(
     """The figures of the step of `record`; zeros where there is none yet.
 
     Args:
-        peak_gradient_bytes: the most the device held for us, where gradients are not streamed.
+        peak_gradient_bytes: the most that the device held of gradients that do not leave during backward.
     """
     numel = sum(a.plan.numel for a in arenas)
     wires = {s.wire for a in arenas for s in a.specs if s.numel}
@@ -31,8 +31,8 @@ def figures(
         transport=placement.kind_of_transport,
         device_bytes={
             "weights": sum(p.nbytes for a in arenas for p in a.params),
-            "gradients": stream.peak if stream is not None else peak_gradient_bytes,
-            "optimizer": 0,
+            "gradients": peak_gradient_bytes + (stream.peak if stream is not None else 0),
+            "optimizer": sum(a.device_bytes for a in arenas),
         },
         host_bytes={
             **{name: sum(a.nbytes[name] for a in arenas) for name in ("master", *MOMENTS)},

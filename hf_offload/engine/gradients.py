@@ -148,6 +148,47 @@ class StoreSet:
         return any(id(g.param) in remembered and self._stream.renewed(g.param) <= memory[0] for g in self.items)
 
 
+class MixedSet:
+    """Some in `.grad`, some in the store.
+
+    Args:
+        items: all of them.
+        device, store: the two parts.
+    """
+
+    def __init__(self, items: Sequence[Gradient], device: DeviceSet, store: StoreSet) -> None:
+        self.items = items
+        self._device, self._store = device, store
+
+    def norm(self) -> float:
+        return norm_of_sums(self.sums())
+
+    def sums(self) -> Sequence[float]:
+        store, device = iter(self._store.sums()), iter(self._device.sums())
+        return [next(store if g.value is None else device) for g in self.items]
+
+    def remember(self) -> object:
+        return _Both(self._device.remember(), self._store.remember())
+
+    def same_as(self, memory: object) -> bool:
+        return (
+            isinstance(memory, _Both)
+            and self._device.same_as(memory.device)
+            and self._store.same_as(memory.store)
+        )  # fmt: skip
+
+    def overlaps(self, memory: object) -> bool:
+        return isinstance(memory, _Both) and (
+            self._device.overlaps(memory.device) or self._store.overlaps(memory.store)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Both:
+    device: object
+    store: object
+
+
 def collect(roll: Roll, placeholders: Sequence[Tensor | None] | None = None) -> list[Gradient]:
     """Every gradient of the optimizer, in the order of `param_groups`.
 

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+from hf_offload.engine.resident import step_in_place
 from hf_offload.engine.schedules import Schedule, Stages
 from hf_offload.engine.speculation import Speculation
 from hf_offload.engine.stats import StepRecord
@@ -42,7 +43,7 @@ class Job(Protocol):
 class _Step:
     """One step: written by the step's thread, watched by the training thread."""
 
-    def __init__(self, work: StepWork, record: StepRecord, mark: object, bell: Bell) -> None:
+    def __init__(self, work: StepWork, record: StepRecord, mark: object, stream: int, bell: Bell) -> None:
         self.work: StepWork | None = work
         self.delivered = work.delivered
         self.record = record
@@ -50,15 +51,22 @@ class _Step:
         self.taken = False
         self.ended = False
         self._mark = mark
+        self._stream = stream
         self._bell = bell
 
     def run(self, stages: Stages, schedule: Schedule) -> None:
         assert self.work is not None
         stages.record = self.record
         self.work.count()
-        schedule.run(stages, self.work, self._mark, self._posted)
+        on_host, first = self.work.on_host(), 0
+        if on_host is not self.work:
+            first = step_in_place(self.work, self._stream, self._posted)
+            stages.moved += 1
+        schedule.run(stages, on_host, self._mark, lambda k, event: self._posted(first + k, event))
         stages.drain()
-        self.work.check_gradients_unchanged()
+        for event in self.events[:first]:  # once a step has ended, readers on any device stream may take its weights
+            event.wait(stages.timeout_s)
+        on_host.check_gradients_unchanged()
 
     def end(self) -> None:
         if self.work is not None:
@@ -120,7 +128,8 @@ class Pipeline:
     def submit(self, work: StepWork, record: StepRecord) -> None:
         """Hand over a step; the one before must have ended (`wait_all`). Returns at once."""
         self._check_process()
-        step = _Step(work, record, self._stages.transport.mark(), self._bell)
+        transport = self._stages.transport
+        step = _Step(work, record, transport.mark(), transport.here(), self._bell)
         self._joined = {}
         self._checked = 0
         self._step = step  # from here on the step is taken, wherever an interrupt hits this thread

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.budget import Budget
+from hf_offload.engine.device_memory import memory_of
 from hf_offload.engine.tensors import check_apart, check_parameter
 from hf_offload.errors import UnsupportedError, explain
 from hf_offload.numa import home_of, kept_to
@@ -24,6 +25,9 @@ class Placement:
 
     Args:
         threads: of the host step.
+
+    Attributes:
+        memory: the device's.
 
     Raises:
         UnsupportedError, ConfigError: a parameter, device or transport that cannot work; nothing was reserved.
@@ -39,6 +43,7 @@ class Placement:
         check_apart(trainable)
         self.budget.check_construction(trainable)
         self._transport: Transport | None = self._make(self.device)
+        self.memory = memory_of(self.device)
 
     @property
     def kind(self) -> str:
@@ -58,8 +63,12 @@ class Placement:
     def pinned_bytes(self) -> int:
         return 0 if self._transport is None else self._transport.pinned_bytes
 
-    def settle(self, fresh: Sequence[Tensor], taken: int) -> None:
-        """Before state for `fresh` is allocated: check device and budget; `taken`: bytes of ours that exist.
+    def settle(self, fresh: Sequence[Tensor], taken: int, staying: Sequence[Tensor] = ()) -> None:
+        """Before state for `fresh` is allocated: check device and budget.
+
+        Args:
+            taken: bytes of ours that exist.
+            staying: those of `fresh` whose state stays on the device.
 
         Raises as the class.
         """
@@ -69,11 +78,12 @@ class Placement:
                 explain("device", device, f"other parameters of this optimizer are on {self.device}",
                         "Keep all trainable parameters on one device")
             )  # fmt: skip
-        self.budget.check_binding(fresh, taken)
+        stays = set(map(id, staying))
+        self.budget.check_binding([p for p in fresh if id(p) not in stays], taken)
         if device != self.device:
             moved = self._make(device)
             self.close()
-            self.device, self._transport = device, moved
+            self.device, self._transport, self.memory = device, moved, memory_of(device)
 
     def near(self) -> AbstractContextManager[None]:
         """Around what reserves memory or starts threads: both stay on the NUMA node of the device, if that helps."""

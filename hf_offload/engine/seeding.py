@@ -9,6 +9,7 @@ import numpy as np
 
 from hf_offload.engine.arena import Arena
 from hf_offload.engine.masters import drop_master, give_back_master, waiting_master
+from hf_offload.engine.resident import ResidentArena
 from hf_offload.engine.tensors import NUMPY_WIRE, flat, like_layout, shaped_view
 from hf_offload.kernels import cpu
 from hf_offload.transport import Segment, Transport
@@ -25,6 +26,10 @@ def seeded_masters(arena: Arena, transport: Transport, threads: int, timeout_s: 
     The values are handed over when the context ends. After an exception, Ctrl-C too, they wait again: whoever binds
     the parameters next needs them.
     """
+    if isinstance(arena, ResidentArena):
+        with arena.seeded(threads):
+            yield
+        return
     waited: set[int] = set()
     try:
         _seed(arena, waited, transport, threads, timeout_s)
@@ -55,6 +60,8 @@ def _seed(arena: Arena, waited: set[int], transport: Transport, threads: int, ti
 
 def reseed_masters(arena: Arena, params: set[int], transport: Transport, threads: int, timeout_s: float) -> int:
     """Where a weight differs from its rounded master, the master becomes the weight. Returns how many elements did."""
+    if isinstance(arena, ResidentArena):
+        return arena.reseed(params, threads)
     changed = 0
 
     def take(param: int, weight: np.ndarray, master: np.ndarray, wire: str) -> None:

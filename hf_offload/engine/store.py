@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from hf_offload.engine import memory
 from hf_offload.engine.arena import Arena
 from hf_offload.engine.plan import WIRE_ITEMSIZE
 from hf_offload.engine.squares import Squares
-from hf_offload.engine.tensors import NUMPY_WIRE
+from hf_offload.engine.tensors import NUMPY_WIRE, flat
 from hf_offload.kernels import cpu
 
 _ALIGN = 64  # bytes: where a run of another dtype begins
@@ -55,6 +57,18 @@ class GradientStore:
         held = self.held[k]
         start = self._starts[k] + offset * WIRE_ITEMSIZE[held]
         return self._view(start, self.arena.specs[i].numel, held), held
+
+    def as_gradient(self, i: int) -> Tensor:
+        """The gradient of parameter i as autograd would have left it: a copy on the parameter's device. It must be held
+        as on the wire."""
+        p = self.arena.params[i]
+        grad = torch.empty_like(p, requires_grad=False)
+        if p.numel():
+            array, held = self.of_param(i)
+            assert held == self.arena.specs[i].wire
+            bits = torch.from_numpy(array if held == "float32" else array.view(np.int16))
+            flat(grad).copy_(bits.view(p.dtype))
+        return grad
 
     def _view(self, start: int, numel: int, held: str) -> np.ndarray:
         return self._memory[start : start + numel * WIRE_ITEMSIZE[held]].view(NUMPY_WIRE[held])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from hf_offload.engine.streamed_gradient import StreamedGradient, graph_task
 from hf_offload.engine.tensors import like_layout
 from hf_offload.transport import Transport
 
+T = TypeVar("T")
+
 
 class GradientStream:
     """All taps of an engine.
@@ -36,7 +38,7 @@ class GradientStream:
         groups: gives the optimizer's param_groups.
 
     Attributes:
-        stores: one for each arena.
+        stores: one for each arena; one of nothing where the arena's gradients stay on the device.
         version: counts what changes the gradients: two equal readings, and they are the same.
         taken: bytes of gradients that were ever taken.
         peak: the most bytes of gradients the device held for us at one time.
@@ -50,7 +52,8 @@ class GradientStream:
     ) -> None:  # fmt: skip
         self.ranges = ranges
         self.stores: list[GradientStore] = []
-        self._next: GradientStore | None = None
+        self._next: dict[Arena, GradientStore] = {}
+        self._opened: list[Arena] = []
         self.shared = Shared(speculation)
         self.meter = meter
         self.version = 0
@@ -79,8 +82,11 @@ class GradientStream:
     def open(self, arenas: Sequence[Arena]) -> None:
         """Take the gradients of the parameters of `arenas`, of those that are new, from now on. What is not allocated
         yet is now: raises as `allocate`."""
-        for arena in arenas[len(self.stores) :]:
-            self._open(arena)
+        for number, arena in enumerate(arenas):
+            if number < len(self._opened) and self._opened[number] is not arena:
+                self._close(number)
+            if number == len(self._opened) or self._opened[number] is not arena:
+                self._open(arena)
 
     def allocate(self, arena: Arena) -> GradientStore:
         """The memory that streaming the gradients of `arena` takes; once, whoever asks.
@@ -89,21 +95,24 @@ class GradientStream:
             ConfigError: the shadow has no room for one bucket.
             MemoryError: the system refuses.
         """
-        if self._next is None or self._next.arena is not arena:
-            store = GradientStore(arena, self._accumulate_dtype, self._threads)
+        if arena not in self._next:
+            streamed = Arena((), (), 1, arena.number) if arena.resident else arena
+            store = GradientStore(streamed, self._accumulate_dtype, self._threads)
             if self.shared.speculation is not None:
-                self.shared.speculation.reserve(arena)
-            self._next = store
-        return self._next
+                self.shared.speculation.reserve(streamed)
+            self._next[arena] = store
+        return self._next[arena]
 
     def release(self) -> None:
-        """Free what was allocated for an arena that came to nothing."""
-        unused, self._next = self._next, None
-        if unused is not None and self.shared.speculation is not None:
-            self.shared.speculation.release(unused.arena.number)
+        """Free what was allocated for arenas that came to nothing."""
+        unused, self._next = self._next, {}
+        if self.shared.speculation is not None:
+            for arena in unused:
+                self.shared.speculation.release(arena.number)
 
     def _open(self, arena: Arena) -> None:
-        store = self.allocate(arena)
+        store, number = self.allocate(arena), arena.number
+        opened, arena = arena, store.arena
         inlets = [Inlet(arena.number, k, b) for k, b in enumerate(arena.plan.buckets)]
         taps = [Tap(p, StreamedGradient(p, self)) for p in arena.params]
         for inlet, bucket in zip(inlets, arena.plan.buckets):
@@ -111,10 +120,11 @@ class GradientStream:
                 taps[piece.param].places.append((inlet, spot))
         tap_of = {**self._tap_of, **{id(p): (p, tap) for p, tap in zip(arena.params, taps)}}
         # one statement: an interrupt falls before or after it
-        self.stores, self._inlets, self._taps, self._tap_of = (
-            [*self.stores, store], [*self._inlets, inlets], [*self._taps, taps], tap_of
+        self.stores, self._inlets, self._taps, self._tap_of, self._opened = (
+            _with(self.stores, number, store), _with(self._inlets, number, inlets), _with(self._taps, number, taps),
+            tap_of, _with(self._opened, number, opened),
         )  # fmt: skip
-        self._next = None
+        self._next.pop(opened, None)
         self.basis = None  # it knows nothing of this arena
         me = weakref.ref(self)
         for p, tap in zip(arena.params, taps):  # where an interrupt leaves one without, `flush` finds its gradients
@@ -122,6 +132,21 @@ class GradientStream:
             p.requires_grad_(True)  # torch takes no hook of a frozen parameter, which may be unfrozen later
             tap.handle = p.register_post_accumulate_grad_hook(_hook(me, tap))
             p.requires_grad_(asked)
+
+    def _close(self, number: int) -> None:
+        """The state of an arena has moved: gradients that left come back into `.grad`. Done again after an interrupt,
+        it goes on."""
+        self.flush()
+        speculation = self.shared.speculation
+        self.settle(speculation.clear if speculation is not None else lambda: None)
+        store = self.stores[number]
+        for i, (p, tap) in enumerate(zip(store.arena.params, self._taps[number])):
+            tap.close()
+            if p.grad is tap.placeholder:
+                p.grad = store.as_gradient(i)
+        gone = {id(p) for p in store.arena.params}
+        self._tap_of = {of: tapped for of, tapped in self._tap_of.items() if of not in gone}
+        self.version += 1
 
     def close(self) -> None:
         for p, tap in self._tap_of.values():
@@ -374,6 +399,11 @@ class GradientStream:
         """A new list: a copy that an interrupt left behind gives its slot back to the old one."""
         self.shared.free = deque(range(len(self._transport.down)))
         self._torn = False
+
+
+def _with(entries: Sequence[T], number: int, entry: T) -> list[T]:
+    """`entries` with `entry` as number `number`: in the place of another, or as the last."""
+    return [*entries[:number], entry, *entries[number + 1 :]]
 
 
 def _hook(stream: weakref.ref[GradientStream], tap: Tap) -> Callable[[Tensor], None]:

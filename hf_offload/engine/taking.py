@@ -26,30 +26,34 @@ def take(
 
     Args:
         place_of: the (arena, index) of each parameter, by its id.
-        stores: where gradients that left during backward are, one for each arena; None where none does.
+        stores: where gradients that left during backward are, one for each arena; None where none does. What stays on
+            the device has its gradients there.
 
     Raises:
         StateError: a parameter was converted or resized after its state was made; nothing was taken.
     """
-    places = [place_of[id(p)] for p, _, _ in grads]
-    found = [_of_arena(number, places, grads) for number in range(len(arenas))]
+    found = _by_arena(len(arenas), [place_of[id(p)] for p, _, _ in grads], grads)
     for arena, (indices, _) in zip(arenas, found):
         arena.glance(indices)
     return [
-        _work(a, indices, theirs, rows, _on_device(a, indices, theirs) if stores is None else _stored(stores, a))
+        _work(a, indices, theirs, rows, _gradients(a, indices, theirs, stores))
         for a, (indices, theirs) in zip(arenas, found)
         if indices
     ]
 
 
-def _of_arena(
-    number: int, places: Sequence[tuple[int, int]], grads: Sequence[Gradient]
-) -> tuple[list[int], Sequence[Gradient]]:
-    """The indices and gradients of those parameters that are in arena `number`."""
-    indices = [index for arena, index in places if arena == number]
-    if len(indices) == len(places):
-        return indices, grads
-    return indices, [g for g, (arena, _) in zip(grads, places) if arena == number]
+def _by_arena(
+    count: int, places: Sequence[tuple[int, int]], grads: Sequence[Gradient]
+) -> list[tuple[list[int], Sequence[Gradient]]]:
+    """For each arena the indices of its parameters, and their gradients."""
+    if count == 1:  # mostly
+        return [([index for _, index in places], grads)]
+    found: list[tuple[list[int], list[Gradient]]] = [([], []) for _ in range(count)]
+    for (arena, index), g in zip(places, grads):
+        indices, theirs = found[arena]
+        indices.append(index)
+        theirs.append(g)
+    return list[tuple[list[int], Sequence[Gradient]]](found)
 
 
 def _work(
@@ -67,7 +71,11 @@ def _work(
     return ArenaWork(arena, gradients, weights, [], pointers, table, stepped, turns)
 
 
-def _stored(stores: Sequence[GradientStore], arena: Arena) -> StoredGradients:
+def _gradients(
+    arena: Arena, indices: list[int], found: Sequence[Gradient], stores: Sequence[GradientStore] | None
+) -> DeviceGradients | StoredGradients:
+    if stores is None or arena.resident:
+        return _on_device(arena, indices, found)
     return StoredGradients(stores[arena.number])
 
 

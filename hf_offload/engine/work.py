@@ -184,6 +184,11 @@ class BucketWork:
         return self.work.arena.plan.buckets[self.index]
 
     @property
+    def resident(self) -> bool:
+        """Whether its state stays on the device."""
+        return self.work.arena.resident
+
+    @property
     def units(self) -> frozenset[int]:
         return self.work.arena.bucket_units[self.index]
 
@@ -284,6 +289,8 @@ class StepWork:
         buckets: its buckets in the order in which they go.
         delivered: the buckets whose weights reach the device in this step, in the order in which they arrive: those
             that are stepped, or, delayed, those of the step before.
+
+    What stays on the device comes first in both.
     """
 
     arenas: Sequence[ArenaWork]
@@ -294,6 +301,14 @@ class StepWork:
         """One step more for each parameter that is stepped; on the step's thread, where nothing can interrupt it."""
         for work in self.arenas:
             work.arena.steps[work.stepped] += 1
+
+    def on_host(self) -> StepWork:
+        """The step as a schedule sees it: without what stays on the device."""
+        if not any(work.resident for work in (*self.buckets[:1], *self.delivered[:1])):
+            return self
+        buckets = [work for work in self.buckets if not work.resident]
+        exact = self.delivered is self.buckets
+        return StepWork(self.arenas, buckets, buckets if exact else [w for w in self.delivered if not w.resident])
 
     def check_gradients_unchanged(self) -> None:
         """Once more for all at the end: torch moves a version counter only when the writing operation has ended.
@@ -308,7 +323,8 @@ class StepWork:
 def bucket_works(
     works: Sequence[ArenaWork], unit_name: Callable[[int], str], rank: Mapping[int, int]
 ) -> list[BucketWork]:
-    """Every bucket with something to step, in the order forward needs its unit (`rank[unit]`)."""
+    """Every bucket with something to step, in the order forward needs its unit (`rank[unit]`); first of all those that
+    stay on the device."""
     found = []
     for work in works:
         stepped, everything = work.is_stepped, work.whole
@@ -316,4 +332,5 @@ def bucket_works(
             if everything or stepped[work.arena.bucket_params[i]].any():
                 first = min(units, key=rank.__getitem__)
                 found.append((rank[first], BucketWork(work, i, unit_name(first))))
-    return [work for _, work in sorted(found, key=lambda f: f[0])]  # stable: arena order within a unit
+    ordered = [work for _, work in sorted(found, key=lambda f: f[0])]  # stable: arena order within a unit
+    return sorted(ordered, key=lambda work: not work.resident)

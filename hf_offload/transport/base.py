@@ -9,9 +9,12 @@ moves the bytes and says when they have arrived.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from hf_offload.transport.in_place import DeviceAdam
 
 
 class Segment(NamedTuple):
@@ -81,6 +84,14 @@ class Transport(Protocol):
 
     def join(self, event: Event, timeout_s: float) -> None:
         """Let the calling thread's current device stream wait for `event`; without a device, the thread itself."""
+        ...
+
+    def adam(self, threads: int) -> DeviceAdam:
+        """What steps state that stays on the device; `threads`: of a CPU that stands for the device.
+
+        Raises:
+            ConfigError: the device cannot do it.
+        """
         ...
 
     def close(self) -> None:

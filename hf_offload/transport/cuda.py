@@ -17,9 +17,11 @@ import numpy as np
 from hf_offload.errors import ConfigError, HostMemoryError, TransportError, explain
 from hf_offload.transport.base import Event, Segment
 from hf_offload.transport.cuda_device import CudaDevice, DeviceMemoryError, as_ours, until
+from hf_offload.transport.cuda_in_place import CudaAdam, InPlace
 from hf_offload.transport.cuda_lane import CudaCopy, Lane
 from hf_offload.transport.cuda_pack import Packer
 from hf_offload.transport.cuda_slab import Slab, reserve
+from hf_offload.transport.in_place import DeviceAdam
 
 __all__ = ["CudaTransport", "DeviceMemoryError"]
 
@@ -65,6 +67,7 @@ class CudaTransport:
         self.down: Sequence[np.ndarray] = parts.slab.down
         self.up: Sequence[np.ndarray] = parts.slab.up
         self.pinned_bytes = parts.slab.pinned_bytes
+        self._adam: CudaAdam | None = None
         self._down, self._up = parts.lanes
         self._parts = parts
         self._finalizer = weakref.finalize(self, parts.close)
@@ -84,8 +87,13 @@ class CudaTransport:
 
     def join(self, event: Event, timeout_s: float) -> None:
         """Does not block. Raises TransportError where the copy is known to have failed."""
-        assert isinstance(event, CudaCopy)
+        assert isinstance(event, (CudaCopy, InPlace))
         event.join()
+
+    def adam(self, threads: int) -> DeviceAdam:
+        if self._adam is None:
+            self._adam = CudaAdam(self._device)
+        return self._adam
 
     def close(self) -> None:
         """Wait for the copies under way, which cannot be called back, then free everything. May be called twice."""

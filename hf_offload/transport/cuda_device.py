@@ -84,6 +84,7 @@ class CudaDevice:
         self.current_stream = current_stream
         self.events = 0
         """How many CUDA events were ever created."""
+        self.closed = False
         self._runtime = cupy.cuda.runtime
         self._pid = os.getpid()
         self._timed: deque[int] = deque()
@@ -134,10 +135,10 @@ class CudaDevice:
     def give_timed(self, event: int) -> None:
         self._timed.append(event)
 
-    def mark(self) -> Mark:
-        """A mark in the calling thread's current stream. The device must be current."""
+    def mark(self, stream: int | None = None) -> Mark:
+        """A mark in `stream`; None: in the calling thread's current stream. The device must be current."""
         mark = Mark(self._take(self._plain, self._runtime.eventDisableTiming), self._plain.append)
-        self.record(mark.event, self.current_stream())
+        self.record(mark.event, self.current_stream() if stream is None else stream)
         return mark
 
     def record(self, event: int, stream: int) -> None:
@@ -177,6 +178,7 @@ class CudaDevice:
 
     def close(self) -> None:
         """Destroy the events. Nothing may use them any longer. The device must be current."""
+        self.closed = True
         events, self._all = self._all, []
         self._timed.clear()
         self._plain.clear()

@@ -15,7 +15,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from hf_offload.errors import TransportError, WaitTimeout, explain
 from hf_offload.transport.base import Event, Segment
 from hf_offload.transport.bell import Bell
 from hf_offload.transport.threads import Worker
+
+if TYPE_CHECKING:
+    from hf_offload.transport.in_place import DeviceAdam
 
 logger = logging.getLogger(__name__)
 
@@ -305,6 +308,11 @@ class HostTransport:
 
     def join(self, event: Event, timeout_s: float) -> None:
         event.wait(timeout_s)
+
+    def adam(self, threads: int) -> DeviceAdam:
+        from hf_offload.transport.in_place import HostAdam  # imports numba
+
+        return HostAdam(threads)
 
     def close(self) -> None:
         """A copy that does not end in `timeout_s` is told of in the log, and keeps its memory."""

@@ -19,7 +19,7 @@ from hf_offload.kernels.cpu.reduce import BLOCK, CHUNK, LANES, sum_of_blocks
 
 NAME = "hf_offload_squares"
 ROWS = 160  # arrays of 24 bytes a launch: a kernel's arguments are 4096 bytes at most
-_WIRES = {"bfloat16": 0, "float16": 1, "float32": 2}
+WIRES = {"bfloat16": 0, "float16": 1, "float32": 2}
 _LEAVES = CHUNK // BLOCK
 _ROW = np.dtype([("pointer", np.uint64), ("numel", np.uint64), ("first", np.uint32), ("wire", np.uint32)])
 _TABLE = np.dtype([("row", _ROW, (ROWS,))])
@@ -92,13 +92,13 @@ class SquareSums:
     """
 
     def __init__(self, device: int, current_stream: Callable[[], int], cupy: Any = None) -> None:
-        self._cupy = cupy or _import_cupy()
+        self._cupy = cupy or import_cupy()
         self._device = device
         self._current_stream = current_stream
         self._lock = threading.Lock()
         runtime = self._cupy.cuda.runtime
         with self._cupy.cuda.Device(device):
-            self._kernel = _compiled(self._cupy)
+            self._kernel = loaded(self._cupy, SOURCE, NAME, "the kernel of the gradient norm")
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
             self._event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
         self._leaves = _Leaves(self._cupy)
@@ -139,7 +139,7 @@ class SquareSums:
             table = np.zeros(1, _TABLE)
             for row, k in zip(table["row"][0], part):
                 row["pointer"], row["numel"], row["first"] = arrays[k][0], arrays[k][1], firsts[k]
-                row["wire"] = _WIRES[arrays[k][2]]
+                row["wire"] = WIRES[arrays[k][2]]
             start, end = int(firsts[part[0]]), int(firsts[part[-1] + 1])
             with self._stream:
                 self._kernel(
@@ -182,13 +182,17 @@ def _free(cupy: Any, device: int, leaves: _Leaves, event: int, pid: int) -> None
         cupy.cuda.runtime.eventDestroy(event)
 
 
-def _compiled(cupy: Any) -> Any:
-    """The kernel, loaded on the current device: what is wrong with the compiler shows here and not in a step."""
+def loaded(cupy: Any, source: str, name: str, what: str) -> Any:
+    """A kernel, loaded on the current device: what is wrong with the compiler shows here and not in a step.
+
+    Raises:
+        CompileError, RuntimeError: as `SquareSums`.
+    """
     try:
-        kernel = cupy.RawKernel(SOURCE, NAME)
+        kernel = cupy.RawKernel(source, name)
         kernel.compile()
     except Exception as error:
-        _refuse_no_memory(error, "the kernel of the gradient norm")
+        _refuse_no_memory(error, what)
         raise CompileError(str(error)) from error
     return kernel
 
@@ -200,7 +204,8 @@ def _refuse_no_memory(error: Exception, what: str) -> None:
         ) from error
 
 
-def _import_cupy() -> Any:
+def import_cupy() -> Any:
+    """Raises CompileError where it cannot be."""
     try:
         import cupy
     except Exception as error:

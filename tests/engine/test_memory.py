@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import nn
 from hf_offload import OffloadAdam, OffloadConfig, hostmem
 from hf_offload.engine import memory
 from hf_offload.engine.arena import Arena
+from hf_offload.engine.plan import Bucket, Piece
 from hf_offload.engine.speculation import Slot
 from hf_offload.kernels import cpu
 
@@ -56,8 +58,8 @@ def test_no_two_arrays_lie_at_a_power_of_two_or_at_equal_places_of_a_page(count:
 
 def test_an_arenas_state_is_allocated_here() -> None:
     arena = Arena([nn.Parameter(torch.zeros(100_000))], [0], 1 << 20)
-    assert (address(arena.exp_avg) - address(arena.master)) % memory.SPAN == memory.SKEW
-    assert (address(arena.exp_avg_sq) - address(arena.exp_avg)) % memory.SPAN == memory.SKEW
+    for before, after in pairwise(arena.state):
+        assert (address(after) - address(before)) % memory.SPAN == memory.SKEW
 
 
 @linux
@@ -101,7 +103,9 @@ def test_every_page_is_touched(threads: int) -> None:
 
 @linux
 def test_a_shadow_is_resident_before_the_first_guess() -> None:
+    arena = Arena([nn.Parameter(torch.zeros(4 * MIB, dtype=torch.bfloat16))], [1], 1 << 30)
+    bucket = Bucket(0, "bfloat16", 0, 4 * MIB, (Piece(0, 0, 4 * MIB, 0),))
     before = hostmem.own_bytes()
-    slot = Slot(4 * MIB, 2, threads=1)
-    assert slot.nbytes == Slot.bytes_for(4 * MIB, 2) == 56 * MIB
+    slot = Slot(arena, bucket, threads=1)
+    assert slot.nbytes == Slot.bytes_for(arena, bucket) == 56 * MIB
     assert abs(hostmem.own_bytes() - before - slot.nbytes) < SLACK

@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from hf_offload.kernels import cpu
+
 NOT_READY, NO_MEMORY, BAD_HANDLE, FAILED = 600, 2, 400, 719
 FORKED = 77
 """The exit code of a forked child that calls CUDA."""
@@ -239,6 +241,17 @@ class _Stream:
         del self._fake.handles[self.ptr]
 
 
+class _ExternalStream:
+    """cupy.cuda.ExternalStream: one that somebody else made."""
+
+    def __init__(self, fake: FakeCupy, ptr: int) -> None:
+        fake.queue(ptr)
+        self._fake, self.ptr = fake, ptr
+
+    __enter__ = _Stream.__enter__
+    __exit__ = _Stream.__exit__
+
+
 class _Device:
     """cupy.cuda.Device, as a context."""
 
@@ -304,12 +317,31 @@ def _squares(grid: int, table: np.ndarray, rows: np.int32, leaves: np.uint64, st
         out[leaf - int(start)] = lanes[0]
 
 
+def _adam(grid: int, table: np.ndarray, rows: np.int32, mode: np.int32) -> None:
+    """As `kernels/cuda/adam.py` says, by the Numba kernel. The grid must be what the rows need."""
+    blocks = 0
+    for row in table["row"][0][: int(rows)]:
+        n, wire = int(row["numel"]), ("bfloat16", "float16", "float32")[int(row["wire"])]
+        assert blocks == row["first"]
+        blocks += -(-n // 4096)
+        held = np.float32 if wire == "float32" else np.uint16
+        state = [_view(int(row[name]), n, np.float32) for name in ("master", "exp_avg", "exp_avg_sq")]
+        weight = np.empty(n, held) if mode == 1 else _view(int(row["weight"]), n, held)
+        if mode == 2:
+            cpu.narrow(state[0], weight, wire, 1)
+        else:
+            grad, coef = _view(int(row["grad"]), n, held), row["coefficients"][None].copy()
+            cpu.adam_step(*state, grad, weight, np.array([0, n]), coef, wire=wire, threads=1)
+    assert blocks == grid
+
+
 def _view(address: int, n: int, dtype: Any) -> np.ndarray:
     raw = (ctypes.c_uint8 * (n * np.dtype(dtype).itemsize)).from_address(address)
     return np.frombuffer(raw, dtype)
 
 
-KERNELS: dict[str, Callable[..., None]] = {"hf_offload_pack": _pack, "hf_offload_squares": _squares}
+KERNELS: dict[str, Callable[..., None]] = {"hf_offload_pack": _pack, "hf_offload_squares": _squares,
+                                          "hf_offload_adam": _adam}  # fmt: skip
 
 
 class FakeCupy:
@@ -339,6 +371,7 @@ class FakeCupy:
         self.cuda = SimpleNamespace(
             runtime=_Runtime(self),
             Stream=lambda null=False, non_blocking=False: _Stream(self),
+            ExternalStream=lambda ptr, device_id=-1: _ExternalStream(self, ptr),
             Device=lambda device: _Device(self, device),
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         )

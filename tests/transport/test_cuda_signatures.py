@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hf_offload.kernels.cuda import reduce
+from hf_offload.kernels.cuda import adam, reduce
 from hf_offload.transport import cuda_pack
 from support.fake_cupy import FakeCupy
 
@@ -92,7 +92,8 @@ def test_queries_return_a_status_and_the_rest_raises(cupy: Any) -> None:
 
 def test_streams_and_kernels_are_made_as_the_transport_makes_them(cupy: Any) -> None:
     assert {"null", "non_blocking"} <= set(arguments(cupy.cuda.Stream.__init__))
-    assert {"__enter__", "__exit__"} <= set(dir(cupy.cuda.Stream))
+    assert {"__enter__", "__exit__"} <= set(dir(cupy.cuda.Stream)) & set(dir(cupy.cuda.ExternalStream))
+    assert arguments(cupy.cuda.ExternalStream.__init__)[-2:] == ["ptr", "device_id"]
     assert isinstance(inspect.getattr_static(cupy.RawKernel, "compile"), object)
     assert "device" in arguments(cupy.cuda.Device) and {"__enter__", "__exit__"} <= set(dir(cupy.cuda.Device))
     kernel = cupy.RawKernel(cuda_pack.SOURCE, cuda_pack.NAME)
@@ -104,6 +105,7 @@ def test_the_table_can_travel_as_an_argument(cupy: Any) -> None:
     for dtype, itemsize, others in (
         (cuda_pack._TABLE, 16 * cuda_pack.ROWS, 8 + 4),
         (reduce._TABLE, 24 * reduce.ROWS, 4 + 8 + 4),
+        (adam._TABLE, 104 * adam.ROWS, 4 + 4),
     ):
         table = np.zeros(1, dtype)
         assert cupy.cuda.function.CNumpyArray(table)

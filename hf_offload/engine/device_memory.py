@@ -1,0 +1,60 @@
+"""How much memory the device has left, and whether it ran short."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+MARGIN, MARGIN_BYTES = 0.05, 1 << 30
+"""What is left alone: so much of the device's memory, and no less than so many bytes. A longer batch than the first
+ones, cuBLAS's workspaces and the allocator's fragments take of it."""
+
+
+class DeviceMemory(Protocol):
+    """The memory of one device."""
+
+    def free_bytes(self) -> int | None:
+        """What nobody has taken, torch's own reserve left out, less a margin. None: there is nothing to measure."""
+        ...
+
+    def ran_short(self) -> bool:
+        """Whether an allocation did not find room at first since `free_bytes` or this was asked last."""
+        ...
+
+
+class NoDeviceMemory:
+    """A CPU that stands for a device: its memory is the host's."""
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def ran_short(self) -> bool:
+        return False
+
+
+class CudaMemory:
+    """Of `device`, by what torch's allocator counts: how often it had to flush its reserve (`num_alloc_retries`), and
+    how often that was of no use (`num_ooms`)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seen = 0
+
+    def free_bytes(self) -> int | None:
+        free, total = torch.cuda.mem_get_info(self._device)
+        self._seen = self._count()
+        return int(free - max(MARGIN * total, MARGIN_BYTES))
+
+    def ran_short(self) -> bool:
+        before, self._seen = self._seen, self._count()
+        return self._seen > before
+
+    def _count(self) -> int:
+        stats = torch.cuda.memory_stats(self._device)
+        return int(stats.get("num_alloc_retries", 0)) + int(stats.get("num_ooms", 0))
+
+
+def memory_of(device: str) -> DeviceMemory:
+    where = torch.device(device)
+    return CudaMemory(where) if where.type == "cuda" else NoDeviceMemory()
