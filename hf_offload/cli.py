@@ -203,6 +203,9 @@ def plan(
         Optional[float],  # noqa: UP045
         typer.Option(help="Host memory, 1e9 bytes. Default: what is available here.", metavar="X"),
     ] = None,
+    state_dtype: Annotated[
+        Optional[str], typer.Option(help="How m and v are held: float32, bfloat16 or int8; else the recipe's")
+    ] = None,
     stream_gradients: Annotated[
         Optional[bool],  # noqa: UP045
         typer.Option(help="Whether gradients leave during backward. Default: as in the recipe, else no."),
@@ -239,6 +242,7 @@ def plan(
         tflops=tflops,
         gpu_gb=gpu_gb,
         host_gb=host_gb,
+        state_dtype=state_dtype,
         stream_gradients=stream_gradients,
         ranks_per_node=ranks_per_node,
     )

@@ -29,6 +29,8 @@ CUDA_CONTEXT_BYTES = 1_000_000_000
 current GPUs) and cuBLAS's workspace. The upper end of what is commonly seen, so that a plan that fits holds."""
 
 MASTER_BYTES = MOMENT_BYTES = 4
+STATE_BLOCK = 128
+"""Elements that share a scale byte, for m and for v each, where they are held as int8."""
 CACHE_LINE = 64
 LOGIT_PEAK_BYTES = 12
 """Bytes per logit at the peak, in the loss's backward: the fp32 log-softmax, its gradient and the gradient of the
@@ -205,17 +207,24 @@ class Plan:
     ranks_per_node: int = 1
 
 
-def state_lines(counts: Counts, streaming: Streaming | None = None) -> tuple[Line, ...]:
+def moment_bytes(params: int, state_dtype: str) -> int:
+    """Bytes of m, or of v, of so many parameters; as int8 at least: each parameter begins a block of its own."""
+    if state_dtype == "int8":
+        return params + -(-params // STATE_BLOCK)
+    return params * {"float32": 4, "bfloat16": 2}[state_dtype]
+
+
+def state_lines(counts: Counts, streaming: Streaming | None = None, state_dtype: str = "float32") -> tuple[Line, ...]:
     """Weights, gradients and Adam's state: the table of 16 Ψ, 4 Ψ and 12 Ψ bytes; streamed, of 2 Ψ and 14 Ψ."""
     psi, wire = counts.trainable, counts.wire_bytes
-    moments = MOMENT_BYTES * psi
+    moments, held = MOMENT_BYTES * psi, moment_bytes(psi, state_dtype)
     own_master = MASTER_BYTES * counts.trainable_16
     return (
         Line(name="weights", gpu_without=wire, gpu_with=wire),
         _gradients(psi, wire, streaming),
         Line(name="master", gpu_without=own_master, host=MASTER_BYTES * psi, note="fp32 weights"),
-        Line(name="exp_avg", gpu_without=moments, host=moments, note="first moment m"),
-        Line(name="exp_avg_sq", gpu_without=moments, host=moments, note="second moment v"),
+        Line(name="exp_avg", gpu_without=moments, host=held, note="first moment m"),
+        Line(name="exp_avg_sq", gpu_without=moments, host=held, note="second moment v"),
     )
 
 
@@ -238,9 +247,13 @@ def link_bytes_per_step(counts: Counts, accumulation: int = 1, streamed: bool = 
     return counts.wire_bytes * ((accumulation if streamed else 1) + 1)
 
 
-def host_step_bytes(counts: Counts) -> int:
-    """Host memory traffic of one Adam pass: 28 bytes per parameter with 16-bit weights, 32 with fp32 ones."""
-    return 24 * counts.trainable + 2 * counts.wire_bytes
+def host_step_bytes(counts: Counts, state_dtype: str = "float32") -> int:
+    """Host memory traffic of one Adam pass: master, m and v in and out, the gradient in and the weight out.
+
+    28 bytes per parameter with 16-bit weights (20 with bfloat16 state, 16.03 with int8), 4 more with fp32 ones.
+    """
+    state = MASTER_BYTES * counts.trainable + 2 * moment_bytes(counts.trainable, state_dtype)
+    return 2 * state + 2 * counts.wire_bytes
 
 
 def layer_activation_bytes(shape: Shape) -> int:
@@ -276,10 +289,12 @@ def logits_bytes(shape: Shape, workload: Workload) -> int:
     return LOGIT_PEAK_BYTES * workload.tokens * shape.vocab
 
 
-def seconds(counts: Counts, workload: Workload, machine: Machine, streamed: bool = False) -> Seconds:
+def seconds(
+    counts: Counts, workload: Workload, machine: Machine, streamed: bool = False, state_dtype: str = "float32"
+) -> Seconds:
     """The times of one optimizer step. A bound: real ones add the first bucket's latency and what is not overlapped."""
     link = link_bytes_per_step(counts, workload.accumulation, streamed) / (machine.link_gb_s * GB)
-    host_step = host_step_bytes(counts) / (machine.host_bw_gb_s * GB)
+    host_step = host_step_bytes(counts, state_dtype) / (machine.host_bw_gb_s * GB)
     forward = workload.tokens * _forward_flops(counts) / (machine.tflops * 1e12)
     backward = workload.tokens * _backward_flops(counts, workload.checkpointing) / (machine.tflops * 1e12)
     exposed = max(0.0, max(link, host_step) - forward)
@@ -324,6 +339,7 @@ def make(
     bucket_bytes: int,
     ring_slots: int,
     streaming: Streaming | None = None,
+    state_dtype: str = "float32",
     ranks_per_node: int = 1,
 ) -> Plan:
     """The whole plan.
@@ -332,6 +348,7 @@ def make(
         shape: None where only the number of parameters is known; activations and logits are then not counted.
         bucket_bytes, ring_slots: of the `OffloadConfig`.
         streaming: None where gradients stay on the GPU until the step.
+        state_dtype: how m and v are held on the host.
         ranks_per_node: processes that share the host's memory, each with a GPU. State is not sharded: each has its own.
 
     Raises:
@@ -339,7 +356,7 @@ def make(
     """
     if counts.trainable < 1:
         raise ValueError("a plan needs at least one trainable parameter")
-    state = state_lines(counts, streaming)
+    state = state_lines(counts, streaming, state_dtype)
     activations: dict[str, int] = {}
     if shape is not None:
         activations = {
@@ -351,7 +368,7 @@ def make(
         ring.append(Line(name="shadow", host=streaming.shadow_bytes, note="for speculation"))
     ring.append(Line(name="checkpoint", note="streamed: no copy"))
     other = (*ring, *_other_lines(counts, workload, shape))
-    times = seconds(counts, workload, machine, streaming is not None)
+    times = seconds(counts, workload, machine, streaming is not None, state_dtype)
     longest = max(times.link, times.host_step)
     return Plan(
         counts=counts,

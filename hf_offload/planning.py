@@ -39,6 +39,7 @@ class Asked:
     gpu_gb: float | None = None
     host_gb: float | None = None
     stream_gradients: bool | None = None
+    state_dtype: str | None = None
     ranks_per_node: int = 1
 
 
@@ -80,6 +81,9 @@ def answer(asked: Asked) -> Answer:
             raise ConfigError(explain(f"--{name.replace('_', '-')}", work[name], cause, "Give a number of at least 1"))
     for name, value in speeds.items():
         _positive(name, value)
+    offload = subject.offload
+    if asked.state_dtype is not None:
+        offload = dataclasses.replace(offload, state_dtype=asked.state_dtype)
     machine = Machine(**speeds, gpu_bytes=_gpu_bytes(asked), host_bytes=_host_bytes(asked))
     plan = planner.make(
         subject.counts,
@@ -89,6 +93,7 @@ def answer(asked: Asked) -> Answer:
         bucket_bytes=subject.offload.bucket_bytes,
         ring_slots=subject.offload.ring_slots,
         streaming=_streaming(subject.offload, asked.stream_gradients),
+        state_dtype=offload.state_dtype,
         ranks_per_node=asked.ranks_per_node,
     )
     return Answer(plan=plan, source=subject.source, assumed=tuple(assumed), notes=subject.notes)

@@ -85,6 +85,20 @@ def test_fp32_weights_are_their_own_masters_on_the_gpu() -> None:
     assert planner.host_step_bytes(Counts(trainable_32=1000)) == 32_000
 
 
+@pytest.mark.parametrize(("held", "state", "traffic"), [("float32", 12, 28), ("bfloat16", 8, 20)])
+def test_state_in_fewer_bytes_takes_less_of_the_host_and_of_its_bandwidth(held: str, state: int, traffic: int) -> None:
+    plan = make(Counts(trainable_16=1000), state_dtype=held)
+    assert planner.as_json(plan)["bytes"]["host"] == 1000 * state
+    assert plan.seconds.host_step == pytest.approx(1000 * traffic / 150e9)
+    assert sum(line.gpu_without for line in plan.state) == 16_000, "who does not offload holds fp32"
+
+
+def test_int8_state_has_a_scale_byte_for_each_128_of_m_and_of_v() -> None:
+    plan = make(Counts(trainable_16=1280), state_dtype="int8")
+    assert planner.as_json(plan)["bytes"]["host"] == 1280 * 6 + 20
+    assert planner.host_step_bytes(Counts(trainable_16=1280), "int8") == 1280 * 16 + 40
+
+
 def test_frozen_weights_are_a_line_of_their_own_and_count_in_the_compute_alone() -> None:
     lora = Counts(trainable_32=10**6, frozen=10**9, frozen_bytes=2 * 10**9)
     plan = make(lora)
