@@ -204,7 +204,10 @@ def plan(
         typer.Option(help="Host memory, 1e9 bytes. Default: what is available here.", metavar="X"),
     ] = None,
     state_dtype: Annotated[
-        Optional[str], typer.Option(help="How m and v are held: float32, bfloat16 or int8; else the recipe's")
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="How m and v are held: float32, bfloat16 or int8. Default: as in the recipe.", metavar="NAME"
+        ),
     ] = None,
     stream_gradients: Annotated[
         Optional[bool],  # noqa: UP045
