@@ -66,7 +66,7 @@ def compact_step(
     bounds = adam.checked_bounds(bounds, n)
     firsts = np.zeros(pieces + 1, np.int64)
     np.cumsum((np.diff(bounds) + BLOCK - 1) // BLOCK, out=firsts[1:])
-    low, high = part or (0, n)
+    low, high = (int(i) for i in part or (0, n))  # another integer type would be compiled for
     if not 0 <= low <= high <= n:
         raise ValueError(f"part: must lie in the bucket's {n} elements, got {part}")
     copies = state.master.ctypes.data != to.master.ctypes.data
