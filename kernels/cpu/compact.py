@@ -113,9 +113,7 @@ def _step_block(typingctx, here, there, wires, room, short, coef, k, at, number,
             return [builder.select(args[4], i, w) for w, i in zip(whole, instead)]
 
         at, number = args[7:9]
-        state, to, wires_ = (
-            pointers(i, indices) for i, indices in enumerate([[at] * 3 + [number] * 2] * 2 + [[at] * 2])
-        )
+        state, to = (pointers(i, [at] * 3 + [number] * 2) for i in (0, 1))
         instead = pointers(3, [I64(0)] * 5)
         row = block.pointer_to(context, builder, sig.args[5], args[5], builder.mul(args[6], I64(NUM_COEF)))
         c = [builder.load(builder.gep(row, [I64(i)])) for i in range(NUM_COEF)]
