@@ -9,14 +9,28 @@ import math
 
 import numba
 import numpy as np
+from numba.core import types
+from numba.extending import intrinsic
 
-from hf_offload.kernels.cpu import chunks, jit
-from hf_offload.kernels.cpu.bits import enter_ieee, leave_ieee, narrow_as, one_nan, widen_one
+from hf_offload.kernels.cpu import block, chunks, jit
+from hf_offload.kernels.cpu.bits import enter_ieee, leave_ieee, narrow_as, one_nan, widen_one, write_all
+from hf_offload.kernels.cpu.columns import (
+    ACTIVE,
+    BETA2,
+    DECAY,
+    EPS,
+    FADE1,
+    KEEP1,
+    L2,
+    NUM_COEF,
+    REST1,
+    REST2,
+    ROOT_SCALE,
+    SCALE,
+    STEP_SIZE,
+)
+from hf_offload.kernels.cpu.dither import BLOCK
 from hf_offload.kernels.cpu.wire import Array, as_flat, as_float32, as_wire
-
-# Columns of a coefficient row.
-ACTIVE, SCALE, L2, KEEP1, FADE1, REST1, BETA2, REST2, DECAY, STEP_SIZE, ROOT_SCALE, EPS = range(12)
-NUM_COEF = 12
 
 INACTIVE: Array = np.zeros(NUM_COEF, dtype=np.float32)
 INACTIVE.setflags(write=False)
@@ -170,6 +184,26 @@ def _stepped(theta, m, v, c):  # type: ignore[no-untyped-def]
     return one_nan(c[DECAY] * theta - c[STEP_SIZE] * (m / (np.sqrt(v) * c[ROOT_SCALE] + c[EPS])))
 
 
+@intrinsic
+def _step_block(typingctx, state, grad, weight, c, at):  # type: ignore[no-untyped-def]
+    """Steps the block of 128 elements that begins at element `at`; state: master, m, v."""
+
+    def codegen(context, builder, sig, args):  # type: ignore[no-untyped-def]
+        *arrays, grad, weight = [
+            block.pointer_to(context, builder, kind, array, args[4])
+            for kind, array in (
+                *((t, builder.extract_value(args[0], i)) for i, t in enumerate(sig.args[0])),
+                (sig.args[1], args[1]), (sig.args[2], args[2]),
+            )
+        ]  # fmt: skip
+        scalars = [builder.extract_value(args[3], i) for i in range(NUM_COEF)]
+        wires = sig.args[1].dtype, sig.args[2].dtype
+        block.Float32Block(builder, arrays, arrays, grad, weight, scalars, None, wires).emit(coupled=False)
+        return context.get_dummy_value()
+
+    return types.void(state, grad, weight, c, types.int64), codegen
+
+
 @jit.helper
 def _step_piece(master, exp_avg, exp_avg_sq, grad, weight, row):  # type: ignore[no-untyped-def]
     # Read once: as far as LLVM can tell the loop's stores may overwrite `row`.
@@ -178,6 +212,11 @@ def _step_piece(master, exp_avg, exp_avg_sq, grad, weight, row):  # type: ignore
         row[BETA2], row[REST2], row[DECAY], row[STEP_SIZE], row[ROOT_SCALE], row[EPS],
     )  # fmt: skip
     if c[L2] == 0.0:
+        whole = master.size // BLOCK * BLOCK
+        for i in range(0, whole, BLOCK):
+            _step_block((master, exp_avg, exp_avg_sq), grad, weight, c, i)  # type: ignore[call-arg]
+        master, exp_avg, exp_avg_sq = master[whole:], exp_avg[whole:], exp_avg_sq[whole:]
+        grad, weight = grad[whole:], weight[whole:]
         for i in range(master.size):
             g = c[SCALE] * widen_one(grad[i])
             m, v = _moments(exp_avg[i], exp_avg_sq[i], g, c)
@@ -217,6 +256,7 @@ def _step_range(master, exp_avg, exp_avg_sq, grad, weight, bounds, coef, lo, hi)
         if a < b and coef[k, ACTIVE] != 0.0:
             # Views from 0, so that LLVM sees indices that are never negative and drops Numba's wraparound.
             _step_piece(master[a:b], exp_avg[a:b], exp_avg_sq[a:b], grad[a:b], weight[a:b], coef[k])
+    write_all()
     leave_ieee(mode)
 
 

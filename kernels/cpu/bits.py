@@ -112,6 +112,20 @@ def leave_ieee(typingctx, mode):
     return types.void(types.uint64), codegen
 
 
+@intrinsic
+def write_all(typingctx):
+    """Other threads see from here on what this one wrote past the cache: x86-64 keeps no order of such stores."""
+
+    def codegen(context, builder, sig, args):
+        if architecture() == "x86_64":
+            _call(builder, "llvm.x86.sse.sfence", ir.VoidType())
+        else:
+            builder.fence("release")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
 def architecture() -> str:
     """`x86_64`, `aarch64` or another first part of LLVM's triple."""
     name = llvm.get_process_triple().split("-")[0]

@@ -68,9 +68,10 @@ class Lanes:
         return self.builder.icmp_signed(">=", self.value, self._with(other))
 
     def largest(self, other):
-        """The larger, as signed integers."""
+        """The larger, as unsigned integers."""
         other = self._with(other)
-        return Lanes(self.builder, self.builder.select(self.at_least(other), self.value, other))
+        more = self.builder.icmp_unsigned(">", self.value, other)
+        return Lanes(self.builder, self.builder.select(more, self.value, other))
 
     def root(self):
         return Lanes(self.builder, intrinsic(self.builder, "llvm.sqrt.v16f32", FLOATS, self.value))
@@ -85,10 +86,6 @@ class Lanes:
 
     def as_floats(self):
         return Lanes(self.builder, self.builder.bitcast(self.value, FLOATS))
-
-    def to_float(self):
-        """The float32 of each integer below 2^24."""
-        return Lanes(self.builder, self.builder.sitofp(self.value, FLOATS))
 
     def to_int(self):
         """Each float32 cut off to an integer; undefined from 2^31 on."""
@@ -111,8 +108,13 @@ def splat(builder, scalar):
     return Lanes(builder, builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(INTS, [0] * WIDTH)))
 
 
+def from_half(builder, bits):
+    """The float32 of the bits of sixteen float16, exactly."""
+    return Lanes(builder, builder.fpext(builder.bitcast(bits, ir.VectorType(F16, WIDTH)), FLOATS))
+
+
 def choose(mask, yes, no):
-    """Lane by lane, or, where `mask` is one bit, all."""
+    """Lane by lane."""
     return Lanes(yes.builder, yes.builder.select(mask, yes.value, no.value))
 
 
@@ -133,8 +135,51 @@ def store(builder, value, pointer, index) -> None:
     builder.store(value, place, align=align)
 
 
+def itemsize(pointer):
+    """Bytes of what a pointer points to."""
+    return 4 if pointer.type.pointee == F32 else pointer.type.pointee.width // 8
+
+
 def _place(builder, pointer, index):
-    element = pointer.type.pointee
-    kind = ir.VectorType(element, WIDTH)
-    align = 4 if element == F32 else element.width // 8
-    return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer()), align
+    kind = ir.VectorType(pointer.type.pointee, WIDTH)
+    return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer()), itemsize(pointer)
+
+
+# ---- memory
+
+
+LINE = 64
+READ, KEPT, DATA = 0, 3, 1
+
+
+def prefetch(builder, pointer, index) -> None:
+    """Asks for the line of an element, which need not exist."""
+    place = builder.bitcast(builder.gep(pointer, [index]), I8.as_pointer())
+    signature = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0i8")
+    builder.call(function, [place, I32(READ), I32(KEPT), I32(DATA)])
+
+
+def scratch(builder, element, count):
+    """Room for `count` elements on the stack, whole lines: a pointer to the first."""
+    with builder.goto_entry_block():
+        room = builder.alloca(ir.ArrayType(element, count))
+        room.align = LINE
+    return builder.bitcast(room, element.as_pointer())
+
+
+def write_lines(builder, source, target, count) -> None:
+    """Copies `count` elements, whole lines of `source`: past the cache where they are whole lines of `target`, too."""
+    kind = ir.VectorType(F32, WIDTH)
+    lines = count * itemsize(source) // LINE
+    from_, to = (builder.bitcast(p, kind.as_pointer()) for p in (source, target))
+    offset = builder.and_(builder.ptrtoint(to, I64), I64(LINE - 1))
+    values = [builder.load(builder.gep(from_, [I64(i)]), align=LINE) for i in range(lines)]
+    with builder.if_else(builder.icmp_unsigned("==", offset, I64(0)), likely=True) as (whole, cut):
+        with whole:
+            for i, value in enumerate(values):
+                line = builder.store(value, builder.gep(to, [I64(i)]), align=LINE)
+                line.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
+        with cut:
+            for i, value in enumerate(values):
+                builder.store(value, builder.gep(to, [I64(i)]), align=itemsize(target))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_offload.kernels import cpu
-from hf_offload.kernels.cpu import reference
+from hf_offload.kernels.cpu import CODECS, CompactState, codecs, dither, reference
 
 WIRES = ["bfloat16", "float16", "float32"]
 BASE = {
@@ -185,3 +185,67 @@ def test_a_thousand_steps_drift_no_further_than_torch(settings):
         print(f"{settings} {name}: rms {rms[0]:.3f} torch {rms[1]:.3f}, bias {bias[0]:.3f} torch {bias[1]:.3f} ulp")
         assert rms[0] <= 1.05 * rms[1] + 0.15
         assert bias[0] <= 1.05 * bias[1] + 0.05
+
+
+# ---- moments held as bfloat16 and int8
+
+# What rounding to the held format may be off by, of the value; and, as int8, of the block's largest: m below 2^-14 of
+# it is held in steps of 2^-17, and v below 2^-31 of it as that (once more where the largest is rounded up to a power).
+HELD = {"bfloat16": (2**-7, 0.0, 0.0), "int8": (2**-3, 2.0**-16, 2.0**-30)}
+LEAST = 2.0 ** (codecs.LEAST_SCALE - 127 - 31)
+COMPACT_SETS = ("defaults", "fine-tuning", "loss scale and clip", "L2, scaled", "short memory")
+
+
+@pytest.mark.parametrize("settings", COMPACT_SETS)
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_a_compact_step_is_as_exact_as_the_one_in_fp32_and_rounds_once(codec, settings):
+    """theta takes its step with moments that are not yet rounded, so it is held to the bounds of fp32 state."""
+    p = {**BASE, **SETS[settings]}
+    n = 100_000
+    theta, m, v, g = (x[:n] for x in wide_range(N, seed=1))  # as in training; the other half is wider than one block
+    grad = reference.narrowed(g, "bfloat16")
+    held = codecs.encode(m, v, codecs.half(n, codec), codec)
+    m, v = codecs.decode(held, codec)
+    exact = oracle(theta, m, v, reference.widened(grad, "bfloat16"), p)
+    state, weight = CompactState(theta.copy(), held), np.empty_like(grad)
+    noise = dither.rows(0, *np.array([[0], [0], [p["step"]]]))
+    rest = np.array([0, n]), cpu.coefficients(**p)[None], noise
+    cpu.compact_step(state, state, grad, weight, *rest, codec=codec, wire="bfloat16", threads=1)
+    # With L2 the sum g is rounded to fp32, once in m and twice in v and so in theta; fp32 state sums in float64.
+    allowed = ULP["master"] + (0 if p["decoupled"] else 2)
+    assert ulps(state.master, *exact["master"]) <= allowed
+    np.testing.assert_array_equal(weight, reference.narrowed(state.master, "bfloat16"))
+    relative, *of_largest = HELD[codec.name]
+    for name, made, share in zip(("exp_avg", "exp_avg_sq"), codecs.decode(state.held, codec), of_largest):
+        value, magnitude = exact[name]
+        top = np.abs(codecs.in_blocks(value)).max(axis=1).repeat(codecs.BLOCK)[:n]
+        bound = relative * np.abs(value) + share * top + (LEAST if codec.scaled else 2.0**-133)
+        bound = (1 + relative) * (bound + ULP[name] * 2.0**-23 * magnitude)  # what rounds was stepped in fp32
+        assert (np.abs(made - value) <= bound).all()
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_v_settles_at_the_square_of_a_constant_gradient(codec):
+    """(1 - beta2) g^2 is far below what neighbouring values of v are apart: rounded to nearest, v stays too low."""
+    n, steps = 512, 4000
+    rng = np.random.default_rng(0)
+    grad = reference.narrowed(rng.uniform(0.5, 1.0, n).astype(np.float32), "bfloat16")
+    square = reference.widened(grad, "bfloat16").astype(np.float64) ** 2
+    state = CompactState(np.zeros(n, np.float32), codec.empty(n, codecs.blocks(n)))
+    weight, bounds, ratios = np.zeros_like(grad), np.array([0, n]), []
+    for step in range(1, steps + 1):
+        noise = dither.rows(0, *np.array([[0], [0], [step]]))
+        coef = cpu.coefficients(**{**BASE, "step": step})[None]
+        cpu.compact_step(state, state, grad, weight, bounds, coef, noise, codec=codec, wire="bfloat16", threads=1)
+        if step > steps // 2 and step % 50 == 0:
+            ratios.append(codecs.decode(state.held, codec)[1] / ((1 - 0.999**step) * square))
+    ratio = np.mean(ratios, axis=0)
+    print(f"{codec.name}: mean {ratio.mean():.4f}, from {ratio.min():.3f} to {ratio.max():.3f}")
+    assert abs(ratio.mean() - 1) <= 0.03 and np.abs(ratio - 1).max() <= 0.15
+    nearest = codec.empty(n, codecs.blocks(n))
+    for _ in range(1000):
+        v = np.float32(0.999) * codecs.decode(nearest, codec)[1] + np.float32(0.001) * square.astype(np.float32)
+        nearest = codecs.encode(v, v, codecs.half(n, codec), codec)
+    stuck = codecs.decode(nearest, codec)[1] / ((1 - 0.999**1000) * square)
+    print(f"{codec.name}, to nearest: mean {stuck.mean():.4f}")
+    assert stuck.mean() < 0.7

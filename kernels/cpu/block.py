@@ -1,0 +1,263 @@
+"""One block of 128 elements, stepped in vectors: the code that the step kernels of every state format share.
+
+What LLVM's vectoriser cannot do with a loop: read ahead of itself, write the 16-bit weights past the cache (as they are
+not read again here, fetching their lines first would cost 2 of 30 bytes), and keep a block in registers until the
+largest of it is known.
+"""
+
+# LLVM objects carry no type hints.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import types
+
+from hf_offload.kernels.cpu import codecs, columns, lanes
+from hf_offload.kernels.cpu.codecs import DROPPED, M_RANGE, QUIET_NAN, SHIFT, V_RANGE
+from hf_offload.kernels.cpu.dither import BLOCK, TABLE
+from hf_offload.kernels.cpu.lanes import F32, I8, I16, I32, I64, INTS, WIDTH, Lanes, choose
+
+AHEAD = 512
+"""Elements by which memory is asked for before it is used: about a microsecond of one core's work."""
+
+LINE = 64
+VECTORS = range(BLOCK // WIDTH)
+
+
+class Block:
+    """Emits the step of one block. Subclasses know how m and v are held.
+
+    Args:
+        here, there: pointers to the block's first master, m, v and scales: read, and written; they may be the same.
+        grad, weight: pointers to the block's first gradient and weight.
+        c: float32[NUM_COEF], the piece's coefficients, as scalars.
+        noise: what `dither` adds to TABLE in this block, an i32.
+        wires: Numba's types of a gradient and a weight.
+    """
+
+    def __init__(self, builder, here, there, grad, weight, c, noise, wires) -> None:
+        self.builder, self.noise = builder, noise
+        self.master, self.m, self.v, *self.scales = here
+        self.to_master, self.to_m, self.to_v, *self.to_scales = there
+        self.grad, self.weight = grad, weight
+        self.grad_wire, self.wire = wires
+        self.scalars = c
+        self.c = [lanes.splat(builder, x) for x in c]
+        self.tile = lanes.scratch(builder, weight.type.pointee, BLOCK)
+
+    def emit(self, coupled: bool) -> None:
+        """The block's code; coupled: with L2, whose sum is float32."""
+        raise NotImplementedError
+
+    def raw(self, pointer, k):
+        return lanes.load(self.builder, pointer, I64(k * WIDTH))
+
+    def put(self, value, pointer, k) -> None:
+        lanes.store(self.builder, value, pointer, I64(k * WIDTH))
+
+    def fetch(self, k) -> None:
+        """Asks for what vector k of a later block will read."""
+        for pointer in (self.master, self.m, self.v, self.grad):
+            a_line = LINE // lanes.itemsize(pointer)
+            if k * WIDTH % a_line == 0:
+                lanes.prefetch(self.builder, pointer, I64(AHEAD + k * WIDTH))
+
+    def gradient(self, k, coupled):
+        g = self.c[columns.SCALE] * _widened(self.builder, self.raw(self.grad, k), self.grad_wire)
+        return g + self.c[columns.L2] * Lanes(self.builder, self.raw(self.master, k)) if coupled else g
+
+    def faded(self, m, v):
+        """What is left of the moments before the gradient is added."""
+        c = self.c
+        return c[columns.KEEP1] * m - c[columns.FADE1] * m, c[columns.BETA2] * v
+
+    def update(self, k, faded, coupled):
+        """Steps vector k, whose moments have faded to these; writes theta; returns the new moments, of any NaN."""
+        c, theta, g = self.c, Lanes(self.builder, self.raw(self.master, k)), self.gradient(k, coupled)
+        m, v = faded
+        m, v = m + c[columns.REST1] * g, v + (c[columns.REST2] * g) * g
+        step = c[columns.STEP_SIZE] * (m / (v.root() * c[columns.ROOT_SCALE] + c[columns.EPS]))
+        theta = (c[columns.DECAY] * theta - step).one_nan()
+        self.put(theta.value, self.to_master, k)
+        self.put(_narrowed(self.builder, theta, self.wire), self.tile, k)
+        return m, v
+
+    def write_out(self) -> None:
+        """The tile of weights to where they belong: past the cache, where whole lines of it can be written."""
+        lanes.write_lines(self.builder, self.tile, self.weight, BLOCK)
+
+
+class Float32Block(Block):
+    """m and v as they are. No twin of its own: `reference.adam_step`, where decay is decoupled."""
+
+    def emit(self, coupled: bool) -> None:
+        assert not coupled, "with L2 the sum is float64: adam's own loop"
+        for k in VECTORS:
+            self.fetch(k)
+            m, v = (Lanes(self.builder, self.raw(p, k)) for p in (self.m, self.v))
+            for made, to in zip(self.update(k, self.faded(m, v), coupled), (self.to_m, self.to_v)):
+                self.put(made.one_nan().value, to, k)
+        self.write_out()
+
+
+class CompactBlock(Block):
+    """m and v as unsigned integers that mean less than a float32."""
+
+    def integers(self, pointer, k):
+        return Lanes(self.builder, self.builder.zext(self.raw(pointer, k), INTS))
+
+    def put_low(self, x, pointer, k) -> None:
+        """Writes the lower bits of each lane, as many as the elements have."""
+        kind = ir.VectorType(pointer.type.pointee, WIDTH)
+        self.put(self.builder.trunc(x.value, kind), pointer, k)
+
+    def draw(self, k):
+        """The noise of vector k."""
+        row = ir.Constant(INTS, [int(x) for x in TABLE[k * WIDTH : (k + 1) * WIDTH]])
+        return Lanes(self.builder, row) + self.noise
+
+
+class Bfloat16Block(CompactBlock):
+    def emit(self, coupled: bool) -> None:
+        for k in VECTORS:
+            self.fetch(k)
+            m, v = ((self.integers(p, k) << 16).as_floats() for p in (self.m, self.v))
+            m, v = self.update(k, self.faded(m, v), coupled)
+            u = self.draw(k)
+            self.put_low((m.one_nan().as_bits() + (u >> 16)) >> 16, self.to_m, k)
+            self.put_low((v.one_nan().as_bits() + (u & 0xFFFF)) >> 16, self.to_v, k)
+        self.write_out()
+
+
+class Int8Block(CompactBlock):
+    """A NaN needs no form of its own: it makes its block not finite, and then no code of it counts."""
+
+    def emit(self, coupled: bool) -> None:
+        self._scale_coefficients()
+        made = []
+        largest_m = largest_v = Lanes(self.builder, lanes.constant(INTS, 0))
+        for k in VECTORS:
+            self.fetch(k)
+            m, v = _m_in_scale(self.builder, self.raw(self.m, k)), _v_in_scale(self.integers(self.v, k))
+            m, v = (x.as_bits() for x in self.update(k, self.faded(m, v), coupled))
+            made.append((m, v))
+            largest_m, largest_v = largest_m.largest(m & 0x7FFFFFFF), largest_v.largest(v)
+        m_scale, v_scale = (Scale.of(self.builder, x.top()) for x in (largest_m, largest_v))
+        for k, (m, v) in enumerate(made):
+            u = self.draw(k)
+            self.put_low(m_scale.encode_m(m, u >> 12), self.to_m, k)
+            self.put_low(v_scale.encode_v(v, u & DROPPED), self.to_v, k)
+        for scale, to, codes in zip((m_scale, v_scale), self.to_scales, (self.to_m, self.to_v)):
+            self.builder.store(scale.byte, to)
+            with self.builder.if_then(scale.is_dead(), likely=False):
+                for k in VECTORS:
+                    self.put(lanes.constant(ir.VectorType(I8, WIDTH), 0), codes, k)
+        self.write_out()
+
+    def _scale_coefficients(self) -> None:
+        """Puts the scales of m and v into what they are multiplied by. The bits stay: they are powers of two, 0 or NaN,
+        so the products are the same numbers before rounding, and neither factor leaves float32's range."""
+        for scale, names in zip(self.scales, ((columns.KEEP1, columns.FADE1), (columns.BETA2,))):
+            unit = Scale(self.builder, self.builder.load(scale)).unit()
+            for name in names:
+                self.c[name] = lanes.splat(self.builder, self.builder.fmul(self.scalars[name], unit))
+
+
+def _m_in_scale(builder, codes):
+    """The float32 of m's codes under the scale 1: float16 without its upper exponents, the sign one bit up."""
+    halves = ir.VectorType(I16, WIDTH)
+    moved = builder.shl(builder.sext(codes, halves), lanes.constant(halves, 7))
+    return lanes.from_half(builder, builder.and_(moved, lanes.constant(halves, 0xBFFF)))
+
+
+def _v_in_scale(codes):
+    """The float32 of v's codes under the scale 1."""
+    return ((codes << SHIFT) + ((127 - V_RANGE) << 23)).as_floats()
+
+
+class Scale:
+    """A block's scale byte, and what follows from it. Twins of the functions in `codecs`."""
+
+    def __init__(self, builder, byte) -> None:
+        self.builder, self.byte = builder, byte
+        e, least = builder.zext(byte, I32), I32(codecs.LEAST_SCALE)
+        self.e = builder.select(builder.icmp_unsigned("<", e, least), least, e)
+
+    @classmethod
+    def of(cls, builder, largest):
+        """The scale of a block whose largest magnitude has these bits; from NOT_FINITE's on they may be any NaN's."""
+        most = I32((codecs.NOT_FINITE << 23) + 1)
+        largest = builder.select(builder.icmp_unsigned(">", largest, most), most, largest)
+        exponent = builder.lshr(builder.add(largest, I32(DROPPED)), I32(23))
+        least = I32(codecs.LEAST_SCALE)
+        exponent = builder.select(builder.icmp_unsigned("<", exponent, least), least, exponent)
+        exponent = builder.select(builder.icmp_unsigned("==", largest, I32(0)), I32(codecs.ZERO), exponent)
+        return cls(builder, builder.trunc(exponent, I8))
+
+    def is_dead(self):
+        """Whether the block has no codes."""
+        return self.builder.or_(self._is(codecs.ZERO), self._is(codecs.NOT_FINITE))
+
+    def _is(self, byte):
+        return self.builder.icmp_unsigned("==", self.byte, I8(byte))
+
+    def unit(self):
+        """The float32 that codes under the scale 1 are multiplied by: a power of two, 0 or NaN."""
+        bits = self.builder.shl(self.e, I32(23))
+        bits = self.builder.select(self._is(codecs.NOT_FINITE), I32(QUIET_NAN), bits)
+        return self.builder.bitcast(self.builder.select(self._is(codecs.ZERO), I32(0), bits), F32)
+
+    def _below(self, exponents):
+        """The bits of the power of two so far below the scale, as a float32."""
+        return self.builder.shl(self.builder.sub(self.e, I32(exponents)), I32(23))
+
+    def encode_m(self, bits, noise):
+        magnitude = bits & 0x7FFFFFFF
+        normal = magnitude - self._below(M_RANGE)
+        unit = self.builder.bitcast(self.builder.shl(self.builder.sub(I32(291), self.e), I32(23)), F32)
+        linear = (magnitude.as_floats() * unit).to_int()
+        fraction = choose(normal.at_least(1 << 23), normal, linear)
+        return ((fraction + noise) >> SHIFT) | ((bits >> 24) & 0x80)
+
+    def encode_v(self, bits, noise):
+        least = self._below(V_RANGE)
+        return (bits.largest(least) - least + noise) >> SHIFT
+
+
+def _widened(builder, raw, wire):
+    """The float32 lanes of sixteen wire elements."""
+    if wire == types.uint16:
+        return (Lanes(builder, builder.zext(raw, INTS)) << 16).as_floats()
+    return lanes.from_half(builder, raw) if wire == types.int16 else Lanes(builder, raw)
+
+
+def _narrowed(builder, x, wire):
+    """Sixteen wire elements nearest to x, which has but the one NaN."""
+    if wire == types.uint16:
+        bits = x.as_bits()
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return builder.trunc(rounded.value, ir.VectorType(I16, WIDTH))
+    if wire == types.int16:
+        halves = builder.fptrunc(x.value, ir.VectorType(lanes.F16, WIDTH))
+        return builder.bitcast(halves, ir.VectorType(I16, WIDTH))
+    return x.value
+
+
+def pointer_to(context, builder, kind, array, index):
+    """The address of an element of a Numba array."""
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.gep(data, [index])
+
+
+def scalars_of(builder, values):
+    """The members of a tuple of scalars."""
+    return [builder.extract_value(values, i) for i in range(columns.NUM_COEF)]
+
+
+def branch(builder, block, l2) -> None:
+    """The block's code without L2 or with it: 0 * theta is NaN where theta is infinite."""
+    with builder.if_else(builder.fcmp_ordered("==", l2, F32(0.0))) as (decoupled, coupled):
+        with decoupled:
+            block(coupled=False)
+        with coupled:
+            block(coupled=True)
