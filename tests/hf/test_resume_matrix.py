@@ -41,7 +41,8 @@ def trainer(lab: Any, mode: str, layout: str, precision: str, accumulation: int,
 
 def files(trainer: Any, step: int) -> dict[str, str]:
     found = manifest.verify(Path(trainer.args.output_dir) / f"checkpoint-{step}")
-    assert found is not None
+    assert found is not None and found.optimizer is not None
+    assert found.optimizer["state_dtype"] == trainer.optimizer.optimizer.config.state_dtype
     return {name: found.files[name].sha256 for name in COMPARED if name in found.files}
 
 
