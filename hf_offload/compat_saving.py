@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_offload import optim_args
 from hf_offload.checkpoint import manifest, table, torch_file
 from hf_offload.checkpoint.digest import Digest
 from hf_offload.checkpoint.staging import Staged
 from hf_offload.errors import CheckpointError, HostMemoryError, OffloadError, explain
+
+if TYPE_CHECKING:
+    from hf_offload.optimizer import OffloadAdam
 
 Method = Callable[..., Any]
 OPTIMIZER, SCHEDULER, TRAINER_STATE = "optimizer.pt", "scheduler.pt", "trainer_state.json"
@@ -115,7 +118,7 @@ def saves_whole_folders(original: Method) -> Method:
             _name_the_best(self, run_dir, staged)
             self.accelerator.wait_for_everyone()  # their random states are there
             if self.args.should_save:
-                rows = None if self.args.save_only_model else table.describe(optimizer.param_groups, self.model)
+                rows = None if self.args.save_only_model else _described(optimizer, self.model)
                 manifest.write(staged.path, known, rows)
                 staged.commit()
         self.accelerator.wait_for_everyone()
@@ -344,7 +347,11 @@ def _seen(folder: Path) -> dict[Path, tuple[int, int]]:
 
 def _table_of(accelerator: Any, ours: list[Any]) -> dict[str, Any] | None:
     models = accelerator._models
-    return table.describe(ours[0].param_groups, models[0]) if len(ours) == 1 and len(models) == 1 else None
+    return _described(ours[0], models[0]) if len(ours) == 1 and len(models) == 1 else None
+
+
+def _described(optimizer: OffloadAdam, model: Any) -> dict[str, Any]:
+    return table.describe(optimizer.param_groups, model, optimizer.config.state_dtype)
 
 
 def loads_state(original: Method) -> Method:

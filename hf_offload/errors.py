@@ -6,6 +6,7 @@ Every message gives four things: the setting, its value, the cause and the remed
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
 from collections.abc import Iterable
 
@@ -77,9 +78,16 @@ def explain(setting: str, value: object, cause: str, remedy: str) -> str:
     return f"{setting}={shown(value)}: {cause.rstrip('.')}. {remedy.rstrip('.')}."
 
 
+def _alike(name: str, valid: list[str]) -> list[str]:
+    """The one with the same letters in another case, or the only one with the same number in it (`fp8`: `int8`)."""
+    digits = re.findall(r"\d+", name)
+    numbered = [v for v in valid if digits and re.findall(r"\d+", v) == digits]
+    return [v for v in valid if v.lower() == name.lower()] or (numbered if len(numbered) == 1 else [])
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """`Did you mean 'x'? Valid: a, b, c` for an unknown name."""
     valid = sorted(valid)
-    close = difflib.get_close_matches(name, valid, n=1)
+    close = difflib.get_close_matches(name, valid, n=1) or _alike(name, valid)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return f"{hint}Valid: {', '.join(valid)}"

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_offload.checkpoint import torch_file
+from hf_offload.checkpoint import held, torch_file
+from hf_offload.checkpoint.held import CODES, INT8_NAMES, MOMENTS
 from hf_offload.errors import CheckpointError, explain
 
 OPTIMIZER = "optimizer.pt"
 FILES = (OPTIMIZER, "optimizer.bin")
 """The Trainer's name for it, and accelerate's."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _REMEDY = "Give a checkpoint whose optimizer is Adam, AdamW or OffloadAdam"
 
 
@@ -26,8 +26,8 @@ class Parameter:
 
     Attributes:
         name: its name in the model; None where the checkpoint does not say.
-        entry: `step` (0-dim float32), `exp_avg`, `exp_avg_sq` and perhaps `master` in the parameter's shape; empty
-            where no step has been taken.
+        entry: `step` (0-dim float32), the moments as `held` describes them, and perhaps `master` in the parameter's
+            shape; empty where no step has been taken.
     """
 
     name: str | None
@@ -35,11 +35,15 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        return tuple(self.entry["exp_avg"].shape) if self.entry else None
+        return tuple(self._one.shape) if self.entry else None
 
     @property
     def numel(self) -> int:
-        return self.entry["exp_avg"].numel() if self.entry else 0
+        return self._one.numel() if self.entry else 0
+
+    @property
+    def _one(self) -> Tensor:
+        return self.entry[held.shaped_in(self.entry)[0]]
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,18 @@ class AdamState:
     @property
     def has_masters(self) -> bool:
         return any("master" in p.entry for p in self.parameters())
+
+    @property
+    def kind(self) -> str:
+        """Whose it is: torch's AdamW has neither masters nor codes."""
+        ours = self.has_masters or any(held.names_in(p.entry) == INT8_NAMES for p in self.parameters())
+        return "OffloadAdam" if ours else "AdamW"
+
+    @property
+    def state_dtype(self) -> str:
+        """How all moments are held, or "mixed"; "float32" where there are none."""
+        found = {dtype for p in self.parameters() for name, dtype in held.dtypes(p.entry).items() if name in MOMENTS}
+        return "mixed" if len(found) > 1 else next(iter(found), "float32")
 
     @property
     def named(self) -> bool:
@@ -151,24 +167,42 @@ def entry(where: str, key: Any, saved: Any) -> dict[str, Tensor]:
     if saved is None or saved == {}:
         return {}
     place = f"state of parameter {key}"
-    if not isinstance(saved, Mapping) or any(name not in saved for name in ("step", *MOMENTS)):
+    names = held.names_in(saved) if isinstance(saved, Mapping) else MOMENTS
+    if not isinstance(saved, Mapping) or any(name not in saved for name in ("step", *names)):
         has = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
-        cause = f"the {place} has {has}, which is not Adam's (step, exp_avg, exp_avg_sq)"
+        cause = f"the {place} has {has}, which is not Adam's (step, {', '.join(names)})"
         raise CheckpointError(explain("file", where, cause, _REMEDY))
     if "max_exp_avg_sq" in saved:
         remedy = "There is no AMSGrad here; train on with torch.optim.AdamW"
         raise CheckpointError(explain("file", where, f"the {place} is AMSGrad's", remedy))
-    found = {name: _floats(where, f"{name} in the {place}", saved[name]) for name in (*MOMENTS, "master")
+    if names == INT8_NAMES and any(name in saved for name in MOMENTS):
+        cause = f"the {place} has its moments twice, as floats and as int8 codes"
+        raise CheckpointError(explain("file", where, cause, _REMEDY))
+    shaped = (*held.shaped_in(saved), "master")
+    found = {name: _tensor(where, f"{name} in the {place}", saved[name], name in CODES) for name in shaped
              if name in saved}  # fmt: skip
     if len({t.shape for t in found.values()}) != 1:
         cause = f"tensors of one parameter differ in shape in the {place}"
         raise CheckpointError(explain("file", where, cause, _REMEDY))
-    return {"step": _step(where, place, saved["step"]), **found}
+    numel = next(iter(found.values())).numel()
+    scales = {name: _scale(where, f"{name} in the {place}", saved[name], numel) for name in names if name not in shaped}
+    return {"step": _step(where, place, saved["step"]), **found, **scales}
 
 
-def _floats(where: str, what: str, value: Any) -> Tensor:
-    if not isinstance(value, Tensor) or value.layout != torch.strided or not value.is_floating_point() or value.is_meta:
-        raise CheckpointError(explain("file", where, f"{what} is not a plain tensor of floats", _REMEDY))
+def _tensor(where: str, what: str, value: Any, codes: bool) -> Tensor:
+    plain = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+    if not plain or not (value.dtype == torch.uint8 if codes else value.is_floating_point()):
+        cause = f"{what} is not a plain tensor of {'uint8' if codes else 'floats'}"
+        raise CheckpointError(explain("file", where, cause, _REMEDY))
+    return value
+
+
+def _scale(where: str, what: str, value: Any, numel: int) -> Tensor:
+    value = _tensor(where, what, value, codes=True)
+    wanted = held.blocks(numel)
+    if value.shape != (wanted,):
+        cause = f"{what} has the shape {tuple(value.shape)}: {wanted} scales are wanted, one for {held.BLOCK} elements"
+        raise CheckpointError(explain("file", where, cause, _REMEDY))
     return value
 
 

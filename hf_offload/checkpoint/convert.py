@@ -1,7 +1,8 @@
 """From one optimizer's checkpoint to another's, in a new folder: OffloadAdam, plain AdamW, and from DeepSpeed ZeRO-1/2.
 
-Tensors are views of the mapped source and are written from there, one after the other; what is held in memory is what
-must be computed: 16-bit values widened for the target, and parameters that lay on several ranks.
+Tensors are views of the mapped source and are written from there, one after the other. Moments held in fewer bytes are
+decoded for AdamW one parameter at a time, into a file that is mapped. What else must be computed is held in memory:
+16-bit weights widened to masters, and parameters that lay on several ranks.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_offload.checkpoint import inspect, manifest, sources, torch_file, weights
+from hf_offload.checkpoint import held, inspect, manifest, scratch, sources, torch_file, weights
 from hf_offload.checkpoint.adam_state import AdamState, Group, Parameter
 from hf_offload.checkpoint.digest import Digest
+from hf_offload.checkpoint.held import MOMENTS
 from hf_offload.checkpoint.names import UNKNOWN, Model, in_file
 from hf_offload.checkpoint.sources import Row, Source
 from hf_offload.checkpoint.staging import Staged
@@ -109,7 +112,9 @@ class ToAdamW:
         self._l2()
 
     def write(self, folder: Path, told: Callable[[int], None] | None) -> dict[str, Digest]:
-        known = _write_state(self.source, self.state(), folder, told)
+        known = _write_state(self.source, _in_float32(self.state(), folder), folder, told)
+        if (was := self.source.state.state_dtype) != "float32":
+            self.said.append(f"exp_avg and exp_avg_sq were {was} and are float32: the same values.")
         if self.fp32:
             known |= self._write_weights(folder, told)
         elif self.source.state.has_masters:
@@ -125,7 +130,7 @@ class ToAdamW:
         return AdamState(tuple(groups))
 
     def table(self) -> dict[str, Any]:
-        return _table(self.source, torch.float32 if self.fp32 else None)
+        return _table(self.source, torch.float32 if self.fp32 else None, "float32")
 
     def _masters_hold_more(self) -> bool:
         rows = [self.source.row(p.name) for p in self.source.state.parameters() if p.name and "master" in p.entry]
@@ -217,7 +222,7 @@ class ToOffloadAdam:
         return known | _write_missing(self.source, folder, told)
 
     def table(self) -> dict[str, Any]:
-        return _table(self.source, None)
+        return _table(self.source, None, self.source.state.state_dtype)
 
     def _with_master(self, p: Parameter) -> Parameter:
         row = self.source.row(p.name or "")
@@ -307,15 +312,36 @@ def _without_master(p: Parameter) -> Parameter:
     return replace(p, entry={name: t for name, t in p.entry.items() if name != "master"})
 
 
-def _table(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
+def _in_float32(state: AdamState, folder: Path) -> AdamState:
+    """The same state with moments in fp32; those that were not are mapped from a scratch file in `folder`."""
+    small = [p for p in state.parameters() if p.entry and any(t.itemsize < 4 for t in _moments(p))]
+    if not small:
+        return state
+    widened = iter(scratch.mapped((t for p in small for t in held.in_float32(p.entry).values()), folder))
+    new = {id(p): dict(zip(MOMENTS, islice(widened, len(MOMENTS)))) for p in small}
+
+    def with_floats(p: Parameter) -> Parameter:
+        if id(p) not in new:
+            return p
+        rest = {name: t for name, t in p.entry.items() if name not in held.names_in(p.entry)}
+        return replace(p, entry={"step": p.entry["step"], **new[id(p)], **rest})
+
+    return AdamState(tuple(replace(g, parameters=tuple(map(with_floats, g.parameters))) for g in state.groups))
+
+
+def _moments(p: Parameter) -> Iterator[Tensor]:
+    return (p.entry[name] for name in held.shaped_in(p.entry))
+
+
+def _table(source: Source, dtype: torch.dtype | None, state_dtype: str) -> dict[str, Any]:
     """The manifest's table of parameters; `dtype` None: each as in its weights' file."""
-    return {"state_dtype": "float32", "groups": [{"parameters": list(_table_rows(source, group, dtype))}
-                                                 for group in source.state.groups]}  # fmt: skip
+    groups = [{"parameters": list(_table_rows(source, group, dtype))} for group in source.state.groups]
+    return {"state_dtype": state_dtype, "groups": groups}
 
 
 def _table_rows(source: Source, group: Group, dtype: torch.dtype | None) -> Iterator[dict[str, Any]]:
     for p in group.parameters:
         row = source.row(p.name) if p.name is not None else None
         shape = p.shape if p.shape is not None else tuple(row[1]) if row is not None else ()
-        held = dtype or (row[0] if row is not None else torch.float32)
-        yield {"name": p.name, "shape": list(shape), "dtype": str(held).removeprefix("torch."), "trained": True}
+        kept = dtype or (row[0] if row is not None else torch.float32)
+        yield {"name": p.name, "shape": list(shape), "dtype": str(kept).removeprefix("torch."), "trained": True}

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_offload.checkpoint import adam_state, deepspeed, manifest, torch_file, weights
-from hf_offload.checkpoint.adam_state import MOMENTS, AdamState
+from hf_offload.checkpoint import adam_state, deepspeed, held, manifest, torch_file, weights
+from hf_offload.checkpoint.adam_state import AdamState
 from hf_offload.errors import CheckpointError, explain
 
 SCALER, TRAINER_STATE, SCHEDULER = "scaler.pt", "trainer_state.json", "scheduler.pt"
@@ -34,7 +34,8 @@ class OptimizerFacts:
 
     Attributes:
         steps: of the parameters, fewest and most.
-        dtypes: of `exp_avg`, `exp_avg_sq` and `master` -> number of tensors.
+        dtypes: in what each of `exp_avg`, `exp_avg_sq` and `master` is held -> number of parameters; codes with scales
+            are "int8".
         without_state: parameters that took no step.
     """
 
@@ -132,9 +133,8 @@ def facts(state: AdamState) -> OptimizerFacts:
     for p in state.parameters():
         if p.entry:
             steps.append(int(p.entry["step"]))
-        for name in (*MOMENTS, "master"):
-            if name in p.entry:
-                dtypes.setdefault(name, Counter())[str(p.entry[name].dtype).removeprefix("torch.")] += 1
+        for name, dtype in held.dtypes(p.entry).items():
+            dtypes.setdefault(name, Counter())[dtype] += 1
     without = sum(1 for p in state.parameters() if not p.entry)
     span = (min(steps), max(steps)) if steps else None
     return OptimizerFacts(groups, span, {name: dict(count) for name, count in dtypes.items()}, without)
@@ -177,7 +177,7 @@ def _optimizer(folder: Path) -> tuple[str, AdamState | None, list[str]]:
             state = adam_state.parse(str(path), saved)
         except CheckpointError as error:
             return "another optimizer", None, [str(error)]
-        return ("OffloadAdam" if state.has_masters else "AdamW"), state, []
+        return state.kind, state, []
     if deepspeed.folder_of(folder) is not None:
         found = deepspeed.read(folder)
         notes = [f"Saved by DeepSpeed {found.version} on {found.ranks} ranks at step {found.global_step}.", *found.said]

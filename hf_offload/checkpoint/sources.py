@@ -67,8 +67,7 @@ def read(folder: Path, model: Model = UNKNOWN) -> Source:
 def _plain(folder: Path, path: Path, model: Model) -> Source:
     state = adam_state.read(path)
     known = named(folder, state, weights.listed(folder), model)
-    kind = "OffloadAdam" if state.has_masters else "AdamW"
-    return Source(folder, kind, known or state, path.name, _rows(folder), frozenset({path.name}), None, ())
+    return Source(folder, state.kind, known or state, path.name, _rows(folder), frozenset({path.name}), None, ())
 
 
 def _rows(folder: Path) -> dict[str, dict[str, Row]]:

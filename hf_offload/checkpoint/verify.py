@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,15 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_offload.checkpoint import adam_state, deepspeed, inspect, manifest, torch_file, weights
-from hf_offload.checkpoint.adam_state import MOMENTS, AdamState
+from hf_offload.checkpoint import adam_state, deepspeed, held, inspect, manifest, torch_file, weights
+from hf_offload.checkpoint.adam_state import AdamState
+from hf_offload.checkpoint.held import parts
 from hf_offload.checkpoint.manifest import Damage
 from hf_offload.checkpoint.names import UNKNOWN, Model, named, weight_of
 from hf_offload.checkpoint.weights import Weight
 from hf_offload.errors import CheckpointError, explain
-
-PART = 1 << 22
-"""Elements that are compared at once: 16 MiB of fp32."""
 
 
 @dataclass
@@ -166,19 +165,20 @@ def _state(folder: Path, verdict: Verdict) -> AdamState | None:
 
 
 def _finite(state: AdamState, verdict: Verdict) -> None:
-    found = dict.fromkeys((*MOMENTS, "master"), 0)
-    negative = 0
+    found: Counter[str] = Counter()
+    negative = unmade = 0
     for p in state.parameters():
-        for what in found:
-            if what in p.entry:
-                found[what] += sum(int((~torch.isfinite(part)).sum()) for part in parts(p.entry[what]))
-        if p.entry:
-            negative += sum(int((part < 0).sum()) for part in parts(p.entry["exp_avg_sq"]))
+        found.update(held.not_finite(p.entry))
+        negative += held.negative(p.entry)
+        unmade += held.unmade_scales(p.entry)
     for what, count in found.items():
         if count:
             verdict.notes.append(f"{count} values of {what} are not finite: training had diverged before it was saved.")
     if negative:
         verdict.notes.append(f"{negative} values of exp_avg_sq are negative, which Adam cannot give.")
+    if unmade:
+        verdict.notes.append(f"{unmade} scales of int8 blocks are between 1 and {held.LEAST_SCALE - 1}, which is never "
+                             "written: the blocks are read as if they were the smallest.")  # fmt: skip
     verdict.checked.append("that the state is finite")
 
 
@@ -219,9 +219,3 @@ def unlike(master: Tensor, weight: Tensor) -> int:
         rounded = high.to(low.dtype)
         count += int(((rounded != low) & ~(torch.isnan(rounded) & torch.isnan(low))).sum())
     return count
-
-
-def parts(t: Tensor) -> Iterator[Tensor]:
-    """The elements in pieces of `PART`."""
-    flat = t.detach().reshape(-1)
-    return (flat[at : at + PART] for at in range(0, flat.numel(), PART))

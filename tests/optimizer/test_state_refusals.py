@@ -147,6 +147,51 @@ def test_refused_and_nothing_changed(what: str, stepped: bool, schedule: str) ->
     train(optimizer, params, [2])
 
 
+INT8_SHAPES = [(5,), (3, 4), (300,)]
+"""The last has three blocks."""
+WRONG_INT8: dict[str, tuple[Spoil, str]] = {
+    "no codes": (entry(lambda e: e.pop("exp_avg_codes")), "exp_avg_codes missing"),
+    "no scale": (entry(lambda e: e.pop("exp_avg_sq_scale")), r"exp_avg_sq_scale missing.*Adam or AdamW"),
+    "a scale too few": (entry(lambda e: e.update(exp_avg_scale=e["exp_avg_scale"][:-1])),
+                        r"\['exp_avg_scale'\]='torch.uint8\[2\]': .*one uint8 for each 128 of the parameter's 300"),
+    "a scale for each element": (value("exp_avg_sq_scale", torch.ones(300, dtype=torch.uint8)),
+                                 r"\['exp_avg_sq_scale'\]='torch.uint8\[300\]'"),
+    "scales in two dimensions": (value("exp_avg_scale", torch.ones((1, 3), dtype=torch.uint8)), r"uint8\[1, 3\]"),
+    "scales of floats": (value("exp_avg_scale", torch.ones(3)), r"\['exp_avg_scale'\]='torch.float32\[3\]'"),
+    "a scale that is no tensor": (value("exp_avg_scale", [1, 1, 1]), r"\['exp_avg_scale'\]='list'"),
+    "codes of floats": (value("exp_avg_codes", torch.ones(300)), r"float32.*: not a plain tensor of uint8"),
+    "codes that are signed": (value("exp_avg_sq_codes", torch.ones(300, dtype=torch.int8)), "plain tensor of uint8"),
+    "codes None": (value("exp_avg_codes", None), r"\['exp_avg_codes'\]='NoneType': not a plain tensor of uint8"),
+    "codes of another shape": (value("exp_avg_codes", torch.ones(299, dtype=torch.uint8)),
+                               r"\['exp_avg_codes'\]=\(299,\): the parameter is \(300,\)"),
+    "both kinds at once": (value("exp_avg", torch.ones(300)), "there twice, as floats and as int8 codes.*Take one"),
+    "floats of the one, codes of the other": (
+        entry(lambda e: e.update(exp_avg=torch.ones(300), step=e.pop("exp_avg_codes"))), "exp_avg_codes missing"),
+    "AMSGrad's maximum": (value("max_exp_avg_sq", torch.ones(300)), "this is AMSGrad's state"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("what", WRONG_INT8)
+def test_int8_entries_that_do_not_fit_are_refused_and_nothing_changed(what: str, state_dtype: str) -> None:
+    spoil, match = WRONG_INT8[what]
+    donor_params = make_params(shapes=INT8_SHAPES)
+    donor = offload([{"params": donor_params[:2]}, {"params": donor_params[2:]}], settings={"state_dtype": "int8"})
+    train(donor, donor_params, range(3))
+    saved = frozen_state_dict(donor)
+    spoil(saved)
+
+    params = make_params(torch.bfloat16, INT8_SHAPES, seed=1)
+    here = {"state_dtype": state_dtype}
+    optimizer = offload([{"params": params[:2]}, {"params": params[2:]}], "overlapped", here, lr=0.1)
+    train(optimizer, params, range(2))
+    before = snapshot(optimizer, params)
+    with pytest.raises(StateError, match=match) as caught:
+        optimizer.load_state_dict(saved)
+    assert snapshot(optimizer, params) == before and str(caught.value).endswith(".")
+    train(optimizer, params, [2])
+
+
 @pytest.mark.parametrize("when", ["pre-hook", "post-hook"])
 def test_a_hook_that_raises(when: str) -> None:
     """Before: nothing has changed yet. After: all of it has, as with torch."""

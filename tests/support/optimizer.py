@@ -118,7 +118,7 @@ def snapshot(optimizer: OffloadAdam, params: Sequence[Tensor]) -> dict[str, byte
 def bits(t: Tensor) -> np.ndarray:
     """The bits of a tensor, so that NaN equals NaN and 0.0 is not -0.0."""
     t = t.detach().contiguous().reshape(-1)
-    return t.view(torch.int32 if t.element_size() == 4 else torch.int16).numpy().copy()
+    return t.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[t.element_size()]).numpy().copy()
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
