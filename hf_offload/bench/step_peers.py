@@ -1,0 +1,172 @@
+"""The peers of `hf-offload bench step`, each as its own users run it, over the shared arrays.
+
+- DeepSpeed, `DeepSpeedCPUAdam` (0.19, `ZeRO-Offload`, stages 1 and 2): one flat float32 master with float32 gradients.
+  Its engine lets the GPU cast the gradient and sends 4 bytes over the link
+  (`async_inplace_copy_grad_to_fp32_buffer_from_gpu`), and casts the stepped master into a 16-bit host buffer by
+  `copy_()`, whole arrays at a time. Given a 16-bit gradient it needs one cast more, which `cast_gradient` says.
+- torch, `torch.optim.AdamW(fused=True)` over one flat float32 tensor: weights and gradients must be of one dtype, so
+  16-bit training with float32 masters needs the same two casts.
+- torchao, `CPUOffloadOptimizer`: for each tensor a fused torch AdamW in the parameter's own dtype. Its constructor
+  wants a GPU; what its `step()` runs on the host does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_offload.bench.step_adam import HYPER, TAKEN, MissingPeer, Outcome
+from hf_offload.bench.step_memory import Memory
+from hf_offload.errors import explain
+
+GET = "Install the peers: pip install 'hf-offload[bench]'"
+
+_ADAMW: dict[str, Any] = {
+    "lr": HYPER["lr"], "betas": (HYPER["beta1"], HYPER["beta2"]), "eps": HYPER["eps"],
+    "weight_decay": HYPER["weight_decay"],
+}  # fmt: skip
+
+
+class _Float32Master:
+    """One flat float32 parameter whose optimizer's state are the shared arrays."""
+
+    def __init__(self, memory: Memory, wire: str, *, cast_gradient: bool) -> None:
+        self._memory, self._cast_gradient = memory, cast_gradient
+        self._grad, self._weight = memory.grad_as(wire), memory.weight_as(wire)
+        self._master = nn.Parameter(torch.from_numpy(memory.master))
+        self._master.grad = memory.fp32_scratch()
+        self._optimizer = self._make([self._master])
+        moments = (torch.from_numpy(a) for a in memory.state[1:])
+        self._optimizer.state[self._master] = dict(zip(("step", "exp_avg", "exp_avg_sq"), (self._taken(), *moments)))
+
+    def _make(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+    def _taken(self) -> Any:
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        if not self._cast_gradient:
+            self._fp32_grad.copy_(self._grad)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self._cast_gradient:
+            self._fp32_grad.copy_(self._grad)
+        self._optimizer.step()
+        self._weight.copy_(self._master)
+
+    @property
+    def _fp32_grad(self) -> Tensor:
+        assert self._master.grad is not None
+        return self._master.grad
+
+    def outcome(self) -> Outcome:
+        return Outcome(*self._memory.state, self._memory.weight)
+
+
+class TorchFused(_Float32Master):
+    """torch's fused AdamW between two casts."""
+
+    def _make(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, fused=True, **_ADAMW)
+
+    def _taken(self) -> Tensor:
+        return torch.tensor(float(TAKEN))
+
+
+class DeepSpeed(_Float32Master):
+    """DeepSpeedCPUAdam between two casts. Its C++ op is compiled at first use, a minute."""
+
+    def _make(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        adam = _imported("deepspeed.ops.adam", "deepspeed")
+        try:
+            with stdout_to_stderr():
+                made: torch.optim.Optimizer = adam.DeepSpeedCPUAdam(params, adamw_mode=True, **_ADAMW)
+        except RuntimeError as error:
+            cause = f"its CPU op does not build: {_last_line(error.__cause__ or error)}"
+            remedy = "DeepSpeed compiles it at first use: install a C++ compiler and ninja"
+            raise MissingPeer(explain("peer", "deepspeed", cause, remedy)) from error
+        return made
+
+    def _taken(self) -> int:
+        return TAKEN
+
+
+class TorchAo:
+    """The host's part of torchao's CPUOffloadOptimizer for a bf16 model. Weights, m and v are bfloat16."""
+
+    def __init__(self, memory: Memory) -> None:
+        offload = _imported("torchao.optim", "torchao").CPUOffloadOptimizer
+        base = inspect.signature(offload.__init__).parameters["optimizer_class"].default
+        self._memory = memory
+        self._weight = nn.Parameter(memory.weight_as("bfloat16"))
+        self._weight.grad = memory.grad_as("bfloat16")
+        scratch = torch.from_numpy(memory.scratch[: 4 * memory.params]).view(torch.bfloat16)
+        self._moments = scratch[: memory.params], scratch[memory.params :]
+        # the constructor adds `fused` for this class alone; another default would be another benchmark
+        assert base is torch.optim.AdamW
+        self._optimizer = base([{"params": self._weight}], fused=True, **_ADAMW)
+        state = dict(zip(("step", "exp_avg", "exp_avg_sq"), (torch.tensor(float(TAKEN)), *self._moments)))
+        self._optimizer.state[self._weight] = state
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Its own weights and moments, of the values that the float32 state has."""
+        for own, shared in zip((self._weight, *self._moments), self._memory.state):
+            own.copy_(torch.from_numpy(shared))
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def outcome(self) -> Outcome:
+        master, m, v = (t.detach().float().numpy() for t in (self._weight, *self._moments))
+        return Outcome(master, m, v, self._memory.weight)
+
+
+def versions() -> dict[str, str]:
+    """Installed peers."""
+    found = {}
+    for name in ("deepspeed", "torchao"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _imported(module: str, distribution: str) -> Any:
+    try:
+        with stdout_to_stderr():
+            return importlib.import_module(module)
+    except ImportError as error:
+        absent = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == distribution
+        cause = "not installed" if absent else f"does not import: {_last_line(error)}"
+        raise MissingPeer(explain("peer", distribution, cause, GET)) from error
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    wrong = [line for line in lines if "error:" in line]  # what the compiler said, not that ninja stopped
+    return (wrong or lines or [type(error).__name__])[0 if wrong else -1]
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """In here what this process and the compilers it starts print to stdout goes to stderr: stdout is for figures."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
