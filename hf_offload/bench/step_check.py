@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from hf_offload.bench import step_memory
@@ -10,7 +12,6 @@ from hf_offload.bench.step_contenders import Contender
 from hf_offload.errors import OffloadError, explain
 from hf_offload.kernels import cpu
 from hf_offload.kernels.cpu import reference
-from hf_offload.kernels.cpu.wire import Array
 
 PARAMS = 70_003
 """Enough that every contender runs in parallel; odd, so that tails are run, too."""
@@ -25,16 +26,16 @@ class WrongResult(OffloadError):
 def check(name: str, contender: Contender, threads: int) -> None:
     """Take STEPS steps, and compare what they leave with the kernels' NumPy twin.
 
-    `contender.rtol` bounds the differences of master, m and v: each, element by element, relative to the twin's plus
-    the twin's root mean square (where m is near 0, it is a difference of two numbers that are not). And the weight must
-    be the contender's own master, rounded to nearest even, bit for bit, where it keeps one.
+    `contender.rtol` bounds the differences of master, m and v, element by element, relative to what they would be if
+    nothing cancelled: to the same steps of the absolute values of everything. And the weight must be the contender's
+    own master, rounded to nearest even, bit for bit.
 
     Raises:
         MissingPeer: it cannot run here.
         WrongResult: it differs.
     """
     memory = step_memory.make(PARAMS, contender.scratch_bytes, threads)
-    wanted = _twin(memory, contender.wire)
+    wanted, scale = _twin(memory, contender.wire), _twin(_one_sign(memory), contender.wire)
     stepper = contender.make(memory, threads)
     stepper.begin()
     memory.weight[:] = 0 if contender.fp32_master else memory.weight
@@ -42,7 +43,9 @@ def check(name: str, contender: Contender, threads: int) -> None:
         stepper.step()
     found = stepper.outcome()
     for part, rtol in zip(("master", "exp_avg", "exp_avg_sq"), contender.rtol):
-        _compare(name, part, getattr(found, part), getattr(wanted, part), rtol)
+        off = np.abs(getattr(found, part).astype(np.float64) - getattr(wanted, part)) / np.abs(getattr(scale, part))
+        if not (worst := float(off.max())) <= rtol:
+            raise WrongResult(_sentence(name, f"{part} is off by {worst:.3g}, more than {rtol:.3g}"))
     rounded = reference.narrowed(found.master, contender.wire)
     wrong = int((rounded != found.weight).sum())
     if wrong:
@@ -58,11 +61,10 @@ def _twin(memory: step_memory.Memory, wire: str) -> Outcome:
     return Outcome(theta, m, v, weight)
 
 
-def _compare(name: str, part: str, found: Array, wanted: Array, rtol: float) -> None:
-    scale = np.abs(wanted) + np.sqrt(np.mean(np.square(wanted, dtype=np.float64)))
-    worst = float(np.max(np.abs(found.astype(np.float64) - wanted) / scale))
-    if not worst <= rtol:
-        raise WrongResult(_sentence(name, f"{part} is off by {worst:.3g}, more than {rtol:.3g}"))
+def _one_sign(memory: step_memory.Memory) -> step_memory.Memory:
+    """|master|, and gradient and m turned negative: every sum is then of numbers of one sign."""
+    negative = {"exp_avg": -np.abs(memory.exp_avg), "grad": memory.grad | np.uint16(0x8000)}
+    return dataclasses.replace(memory, master=np.abs(memory.master), **negative)
 
 
 def _sentence(name: str, cause: str) -> str:

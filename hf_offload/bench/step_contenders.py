@@ -99,51 +99,48 @@ def _ours(wire: str) -> Contender:
     )
 
 
-def _with_casts(peer: Callable[..., Stepper], who: str, wire: str) -> Contender:
+def _with_casts(peer: type[step_peers.Float32Master], wire: str) -> Contender:
     """A peer that steps float32 with float32 gradients, between the two casts that 16-bit training then needs."""
     return Contender(
         wire=wire,
         bytes_per_param=40,
-        counted=f"Three passes over the whole arrays: the gradient cast to float32 (6 B), {who} (28 B), the master "
-        "cast into the weight (6 B); casts by torch's copy_().",
+        counted="Three passes over the whole arrays: the gradient cast to float32 (6 B), "
+        f"{peer.who} (28 B), the master cast into the weight (6 B); casts by torch's copy_().",
         make=lambda memory, threads: peer(memory, wire, cast_gradient=True),
-        rtol=_NEAR,
+        rtol=peer.rtol,
         scratch_bytes=4,
     )
 
 
-def _float32_gradient(peer: Callable[..., Stepper], who: str, wire: str) -> Contender:
+def _float32_gradient(peer: type[step_peers.Float32Master], wire: str) -> Contender:
     """The same given the gradient as float32, which is less than the whole work."""
     return Contender(
         wire=wire,
         bytes_per_param=34,
         counted=f"Less work: the gradient is float32 already, as where the GPU casts it and the link carries twice the "
-        f"bytes; {who} (28 B), and the master cast into the weight (6 B).",
+        f"bytes; {peer.who} (28 B), and the master cast into the weight (6 B).",
         make=lambda memory, threads: peer(memory, wire, cast_gradient=False),
-        rtol=_NEAR,
+        rtol=peer.rtol,
         scratch_bytes=4,
     )
 
-
-_NEAR = (1e-6, 1e-6, 5e-5)
-"""Peers compute 1 - beta2 from the float32 beta2, wrong in its fifth digit: v is off by 1.3e-5 of what g adds to it."""
 
 _DS, _TORCH = step_peers.DeepSpeed, step_peers.TorchFused
 CONTENDERS: Mapping[str, Contender] = {
     "ours/float32/bf16": _ours("bfloat16"),
     "ours/float32/fp16": _ours("float16"),
-    "deepspeed/bf16": _with_casts(_DS, "DeepSpeedCPUAdam", "bfloat16"),
-    "deepspeed/fp16": _with_casts(_DS, "DeepSpeedCPUAdam", "float16"),
-    "deepspeed_fp32grad/bf16": _float32_gradient(_DS, "DeepSpeedCPUAdam", "bfloat16"),
-    "torch_fused/bf16": _with_casts(_TORCH, "torch.optim.AdamW(fused=True)", "bfloat16"),
-    "torch_fused/fp16": _with_casts(_TORCH, "torch.optim.AdamW(fused=True)", "float16"),
+    "deepspeed/bf16": _with_casts(_DS, "bfloat16"),
+    "deepspeed/fp16": _with_casts(_DS, "float16"),
+    "deepspeed_fp32grad/bf16": _float32_gradient(_DS, "bfloat16"),
+    "torch_fused/bf16": _with_casts(_TORCH, "bfloat16"),
+    "torch_fused/fp16": _with_casts(_TORCH, "float16"),
     "torchao/bf16": Contender(
         wire="bfloat16",
         bytes_per_param=14,
         counted="Other work: what CPUOffloadOptimizer.step() runs on the host for a bf16 model, one fused AdamW over "
         "bf16 weights with bf16 m and v. There is no float32 master.",
         make=lambda memory, threads: step_peers.TorchAo(memory),
-        rtol=(2.0**-7, 2.0**-6, 2.0**-6),
+        rtol=(2.0**-6, 2.0**-6, 2.0**-6),  # bf16 rounds by 2^-9; at first, and in each of two steps
         scratch_bytes=4,
         fp32_master=False,
     ),

@@ -67,16 +67,17 @@ def fill(array: Array, tile: Array, *, threads: int) -> None:
     """array[i] = tile[i mod the tile's size], each page first touched by a thread that shares the step's work.
 
     Args:
-        array: any dtype [n].
+        array: [n], elements of an even number of bytes.
         tile: of the same dtype; a power of two of elements.
 
     Raises:
         TypeError, ValueError: another dtype or layout; a tile of another size.
     """
-    tile = as_flat("tile", tile, array.dtype)
+    args = (as_flat("array", array, array.dtype), as_flat("tile", tile, array.dtype))
     if tile.size & (tile.size - 1) or not tile.size:
         raise ValueError(f"tile: {tile.size} elements, which is not a power of two")
-    jit.run(_fill_range, _fill_parallel, (as_flat("array", array, tile.dtype), tile), array.size, threads)
+    halves = tuple(a.view(np.uint16) for a in args)  # one kernel for all dtypes
+    jit.run(_fill_range, _fill_parallel, halves, halves[0].size, threads)
 
 
 def _as_bits(arrays: tuple[Array, Array, Array], n: int | None) -> tuple[Array, ...]:
