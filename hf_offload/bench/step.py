@@ -2,7 +2,7 @@
 
 A 16-bit gradient in host memory goes in; updated master, m, v and the 16-bit weight come out. All contenders step the
 same arrays, on as many threads, in one process, taking turns A B C, B C A, ...: what a machine does to one of them it
-does to all. Before its timed steps each takes one that is not timed, which wakes its threads.
+does to all. Each turn begins with steps that are not timed, which wake its threads.
 
 Rooflines, run among the contenders: read-modify-write of three float32 arrays, and the step's own pattern of loads and
 stores without its arithmetic, once with plain stores and once with the weights written past the cache. The faster of
@@ -34,8 +34,9 @@ PATTERNS: Mapping[str, Callable[..., None]] = {
     "step pattern, streamed weights": roofline.step_pattern_streamed,
 }
 RMW_BYTES, PATTERN_BYTES = 24, 28
-_SAMPLE_S = 0.02
-"""A timed sample takes at least this long: several steps where one is shorter."""
+_WAKE_S, _SAMPLE_S = 0.03, 0.02
+"""A turn's untimed steps and its timed ones take at least so long, several where one is shorter. The threads of another
+OpenMP library, whose turn it was, spin for milliseconds before they sleep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,26 +139,28 @@ class _Turn:
     begin: Callable[[], None]
     step: Callable[[], None]
     bytes_per_param: float
-    repeats: int = 0
     seconds: list[float] = field(default_factory=list)
     wall: float = 0.0
     cpu: float = 0.0
 
     def take(self) -> None:
+        """One turn: untimed steps, then timed ones."""
         self.begin()
-        start = time.perf_counter()
-        self.step()
-        if not self.repeats:
-            self.step()  # the first compiles, or touches memory
-            start = time.perf_counter()
-            self.step()
-            self.repeats = max(1, math.ceil(_SAMPLE_S / max(time.perf_counter() - start, 1e-7)))
+        repeats = self._warm()
         cpu, start = time.process_time(), time.perf_counter()
-        for _ in range(self.repeats):
+        for _ in range(repeats):
             self.step()
         wall = time.perf_counter() - start
         self.wall, self.cpu = self.wall + wall, self.cpu + time.process_time() - cpu
-        self.seconds.append(wall / self.repeats)
+        self.seconds.append(wall / repeats)
+
+    def _warm(self) -> int:
+        """How many steps a timed sample needs, from the untimed ones."""
+        start, taken, passed = time.perf_counter(), 0, 0.0
+        while not taken or passed < _WAKE_S:
+            self.step()
+            taken, passed = taken + 1, time.perf_counter() - start
+        return max(1, math.ceil(_SAMPLE_S * taken / max(passed, 1e-9)))
 
     def lane(self, params: int) -> Lane:
         return Lane(params, self.bytes_per_param, tuple(self.seconds), self.cpu / self.wall)

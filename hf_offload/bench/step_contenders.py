@@ -132,6 +132,14 @@ CONTENDERS: Mapping[str, Contender] = {
     "deepspeed/bf16": _with_casts(_DS, "bfloat16"),
     "deepspeed/fp16": _with_casts(_DS, "float16"),
     "deepspeed_fp32grad/bf16": _float32_gradient(_DS, "bfloat16"),
+    "deepspeed_tiled/bf16": Contender(
+        wire="bfloat16",
+        bytes_per_param=28,
+        counted="The whole work, as DeepSpeed does not run it: its operator for tiles that fit the second cache, with "
+        "the casts before and after each, so that memory is passed over once (28 B).",
+        make=lambda memory, threads: step_peers.DeepSpeedTiled(memory, "bfloat16", threads),
+        rtol=_DS.rtol,
+    ),
     "torch_fused/bf16": _with_casts(_TORCH, "bfloat16"),
     "torch_fused/fp16": _with_casts(_TORCH, "float16"),
     "torchao/bf16": Contender(

@@ -39,7 +39,8 @@ def invoke(*arguments: str) -> Result:
 
 @pytest.fixture(autouse=True)
 def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "_SAMPLE_S", 1e-6)
+    monkeypatch.setattr(step, "_WAKE_S", 0.0)
+    monkeypatch.setattr(step, "_SAMPLE_S", 0.0)
 
 
 # ------------------------------------------------------------------------------------------------ the whole work
@@ -213,6 +214,7 @@ def test_a_turn_is_long_enough_to_be_timed(monkeypatch: pytest.MonkeyPatch) -> N
     now = [0.0]
     monkeypatch.setattr(step.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(step, "_SAMPLE_S", 0.02)
+    monkeypatch.setattr(step, "_WAKE_S", 0.008)
     calls = []
 
     def work() -> None:
@@ -221,10 +223,21 @@ def test_a_turn_is_long_enough_to_be_timed(monkeypatch: pytest.MonkeyPatch) -> N
 
     turn = step._Turn(lambda: calls.append("begin"), work, 28)
     turn.take()
-    assert calls == ["begin", *["step"] * (1 + 2 + 7)] and turn.seconds == pytest.approx([0.003])
-    calls.clear()
+    assert calls == ["begin", *["step"] * (3 + 7)], "untimed for 8 ms at least, then timed for 20"
+    assert turn.seconds == pytest.approx([0.003]) and turn.lane(3_000_000).gparams_per_s == pytest.approx(1)
+
+
+def test_a_turn_of_a_long_step_is_one_untimed_and_one_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = [0.0], []
+    monkeypatch.setattr(step.time, "perf_counter", lambda: now[0])
+
+    def work() -> None:
+        calls.append("step")
+        now[0] += 1.5 if len(calls) == 1 else 1.0
+
+    turn = step._Turn(lambda: None, work, 28)
     turn.take()
-    assert calls == ["begin", *["step"] * (1 + 7)], "one untimed step wakes its threads"
+    assert len(calls) == 2 and turn.seconds == [1.0]
 
 
 def test_threads_are_set_everywhere_and_put_back() -> None:
