@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from hf_offload.bench import step_peers
 from hf_offload.bench.step import PATTERN_BYTES, RMW, RMW_BYTES, Lane, Result
@@ -98,9 +99,24 @@ def print_result(console: Console, result: Result) -> None:
         console.print(ratios)
     for sentence in _remarks(result):
         _say(console, sentence)
-    for name, why in result.missing.items():
-        _say(console, f"[yellow]{name} did not run.[/] ", end="")
-        console.print(why, markup=False, highlight=False)
+    _say_missing(console, result.missing)
+
+
+def _say_missing(console: Console, missing: Mapping[str, str]) -> None:
+    """Once for each reason."""
+    for why in dict.fromkeys(missing.values()):
+        names = ", ".join(name for name, its in missing.items() if its == why)
+        _say_why(console, f"{names} did not run.", why)
+
+
+def _say_why(console: Console, what: str, why: str) -> None:
+    console.print(Text.assemble((what, "yellow"), " ", why))
+
+
+def print_left_out(console: Console, left_out: Mapping[int, str]) -> None:
+    """Sizes that did not fit."""
+    for params, why in left_out.items():
+        _say_why(console, f"{params:,} parameters were left out.", why)
 
 
 def print_grid(console: Console, runs: Sequence[Result]) -> None:
@@ -108,9 +124,7 @@ def print_grid(console: Console, runs: Sequence[Result]) -> None:
     for name in dict.fromkeys(name for run in runs for name in run.contenders):
         console.print(_grid(f"{name}, Gparam/s", runs, partial(_named, name)))
     console.print(_grid("step pattern, Gparam/s", runs, lambda run: run.patterns[run.pattern]))
-    for name, why in {name: why for run in runs for name, why in run.missing.items()}.items():
-        _say(console, f"[yellow]{name} did not run (everywhere).[/] ", end="")
-        console.print(why, markup=False, highlight=False)
+    _say_missing(console, {name: why for run in runs for name, why in run.missing.items()})
 
 
 def _named(name: str, run: Result) -> Lane | None:
@@ -138,8 +152,8 @@ def print_resident(console: Console, found: Mapping[str, Resident]) -> None:
              f"{resident.params:,} parameters (RssAnon; {ring}).")  # fmt: skip
 
 
-def _say(console: Console, text: str, end: str = "\n") -> None:
-    console.print(text, highlight=False, end=end)
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False)
 
 
 def _rates(result: Result) -> Table:

@@ -81,9 +81,7 @@ class Found:
         else:
             for run in self.runs:
                 step_report.print_result(console, run)
-        for params, why in self.left_out.items():
-            console.print(f"[yellow]{params:,} parameters were left out.[/] ", end="", highlight=False)
-            console.print(why, markup=False, highlight=False)
+        step_report.print_left_out(console, self.left_out)
         if self.resident is not None:
             step_report.print_resident(console, self.resident)
 
