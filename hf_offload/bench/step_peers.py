@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.metadata
 import inspect
@@ -226,5 +227,7 @@ def stdout_to_stderr() -> Iterator[None]:
         yield
     finally:
         sys.stdout.flush()
+        with contextlib.suppress(OSError, TypeError, AttributeError):  # a system whose C library has no such name
+            ctypes.CDLL(None).fflush(None)  # printf's own buffer
         os.dup2(kept, 1)
         os.close(kept)
