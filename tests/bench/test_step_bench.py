@@ -189,11 +189,15 @@ def test_what_peers_print_does_not_reach_stdout(capfd: pytest.CaptureFixture[str
 @pytest.mark.skipif(sys.platform != "linux", reason="names of glibc")
 def test_what_their_c_code_has_in_its_buffer_does_not_either(capfd: pytest.CaptureFixture[str]) -> None:
     libc = ctypes.CDLL(None)
-    libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 0, 4096)  # _IOFBF, as where stdout is a file
-    with step_peers.stdout_to_stderr():
-        libc.printf(b"from C++\n")
-    libc.fflush(None)
-    assert capfd.readouterr() == ("", "from C++\n")
+    stdout, buffer = ctypes.c_void_p.in_dll(libc, "stdout"), ctypes.create_string_buffer(4096)
+    libc.setvbuf(stdout, buffer, 0, len(buffer))  # _IOFBF, as where stdout is a file
+    try:
+        with step_peers.stdout_to_stderr():
+            libc.printf(b"from C++\n")
+        libc.fflush(None)
+        assert capfd.readouterr() == ("", "from C++\n")
+    finally:
+        libc.setvbuf(stdout, None, 2, 0)  # _IONBF: no longer in `buffer`
 
 
 def test_the_extra_bench_has_the_peers_and_the_tests_do_without() -> None:
