@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import importlib.metadata
 import inspect
 import os
@@ -153,8 +152,9 @@ class TorchAo:
     """The host's part of torchao's CPUOffloadOptimizer for a bf16 model. Weights, m and v are bfloat16."""
 
     def __init__(self, memory: Memory) -> None:
-        offload = _imported("torchao.optim", "torchao").CPUOffloadOptimizer
-        base = inspect.signature(offload.__init__).parameters["optimizer_class"].default
+        with _importing("torchao"):
+            from torchao.optim import CPUOffloadOptimizer
+        base = inspect.signature(CPUOffloadOptimizer.__init__).parameters["optimizer_class"].default
         self._memory = memory
         self._weight = nn.Parameter(memory.weight_as("bfloat16"))
         self._weight.grad = memory.grad_as("bfloat16")
@@ -182,10 +182,11 @@ class TorchAo:
 
 def _deepspeed_adam(params: list[nn.Parameter]) -> Any:
     """DeepSpeedCPUAdam over `params`. Raises MissingPeer: not installed, or its operator does not build."""
-    adam = _imported("deepspeed.ops.adam", "deepspeed")
+    with _importing("deepspeed"):
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
     try:
         with stdout_to_stderr():
-            return adam.DeepSpeedCPUAdam(params, adamw_mode=True, **_ADAMW)
+            return DeepSpeedCPUAdam(params, adamw_mode=True, **_ADAMW)
     except RuntimeError as error:
         cause = f"its CPU op does not build: {_last_line(error.__cause__ or error)}"
         remedy = "DeepSpeed compiles it at first use: install a C++ compiler and ninja"
@@ -201,11 +202,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _imported(module: str, distribution: str) -> Any:
+@contextlib.contextmanager
+def _importing(distribution: str) -> Iterator[None]:
+    """Around the import of a peer. Raises MissingPeer where it fails."""
     try:
         with stdout_to_stderr():
-            return importlib.import_module(module)
-    except ImportError as error:
+            yield
+    except Exception as error:  # a peer of another age than its torch fails in many ways
         absent = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == distribution
         cause = "not installed" if absent else f"does not import: {_last_line(error)}"
         raise MissingPeer(explain("peer", distribution, cause, GET)) from error
