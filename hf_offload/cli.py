@@ -14,7 +14,7 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 
-from hf_offload import __version__
+from hf_offload import __version__, bench_cli
 from hf_offload.checkpoint_cli import checkpoint_app
 from hf_offload.command import EXIT_CODES, REFUSED, Debug, JsonOut, complain, guarded
 from hf_offload.errors import ConfigError
@@ -46,6 +46,7 @@ bench_app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench_app, name="bench")
+bench_cli.add_to(bench_app)
 app.add_typer(checkpoint_app, name="checkpoint")
 
 

@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "cli": (
         ("cli", "launch", "recipe", "recipes", "strict_yaml", "models", "model_shapes", "data", "training", "planning",
          "report", "environment", "bench", "timeline_plot", "command", "checkpoint_cli", "checkpoint_model",
-         "checkpoint_report"),
+         "checkpoint_report", "bench_cli"),
         frozenset({"numpy", "torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "yaml",
                    "rich", "typer", "click"}),
     ),
@@ -45,6 +45,7 @@ WORLDS = {
     "hf_offload.transport.cuda": frozenset({"numpy", "cupy"}),
     "hf_offload.kernels.cuda": frozenset({"numpy", "cupy"}),
     "hf_offload.timeline_plot": frozenset({"matplotlib"}),
+    "hf_offload.bench.step_peers": frozenset({"torch", "deepspeed", "torchao"}),
 }
 # what a leaf reaches for by name, late: (module, import) -> why
 LATE = {

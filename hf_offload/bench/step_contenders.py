@@ -1,0 +1,160 @@
+"""Who steps, in `hf-offload bench step`: a registry of small objects.
+
+Each contender does the whole host step: a 16-bit gradient in host memory goes in; updated master, m, v and the 16-bit
+weight come out. A new one is a `Contender` in CONTENDERS whose `make` returns a `Stepper`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from hf_offload.bench import step_peers
+from hf_offload.bench.step_adam import HYPER, TAKEN, Outcome
+from hf_offload.bench.step_memory import Memory
+from hf_offload.kernels import cpu
+
+BUCKET_BYTES = 32 << 20
+"""On the wire, as the engine's default: ours steps bucket by bucket, as the engine does."""
+
+
+class Stepper(Protocol):
+    """One contender, bound to memory and threads."""
+
+    def begin(self) -> None:
+        """Before its turn, untimed: what others did to the scratch is put right."""
+        ...
+
+    def step(self) -> None:
+        """The whole host step, timed."""
+        ...
+
+    def outcome(self) -> Outcome:
+        """What the last step left: float32 master, m and v, and the weight's bits."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One entry of the registry.
+
+    Attributes:
+        wire: bfloat16 or float16, of gradient and weight.
+        bytes_per_param: the least that its own passes must read and write.
+        counted: what is timed, in a sentence.
+        make: from memory and thread count to a stepper; raises MissingPeer where it cannot run.
+        rtol: how far master, m and v may be from `kernels.cpu.reference` (see `step_check`); 0: the same bits.
+        scratch_bytes: bytes a parameter it needs beside the shared arrays.
+        ours: whether it is this project's.
+        fp32_master: whether the weight is a rounding of a master that it keeps in float32.
+    """
+
+    wire: str
+    bytes_per_param: float
+    counted: str
+    make: Callable[[Memory, int], Stepper]
+    rtol: tuple[float, float, float]
+    scratch_bytes: int = 0
+    ours: bool = False
+    fp32_master: bool = True
+
+
+class OurFloat32:
+    """`kernels.cpu.adam_step`, the engine's kernel, bucket by bucket."""
+
+    def __init__(self, memory: Memory, threads: int, wire: str) -> None:
+        self._memory, self._threads, self._wire = memory, threads, wire
+        self._taken = TAKEN
+        size = BUCKET_BYTES // 2
+        self._buckets = [slice(at, min(at + size, memory.params)) for at in range(0, memory.params, size)]
+
+    def begin(self) -> None:
+        """Nothing of it is in the scratch."""
+
+    def step(self) -> None:
+        self._taken += 1
+        row = cpu.coefficients(**HYPER, step=self._taken, grad_scale=1.0, decoupled=True, maximize=False)[None]
+        memory = self._memory
+        for at in self._buckets:
+            bounds = np.array([0, at.stop - at.start], np.int64)
+            state = (a[at] for a in memory.state)
+            cpu.adam_step(*state, memory.grad[at], memory.weight[at], bounds, row, wire=self._wire,
+                          threads=self._threads)  # fmt: skip
+
+    def outcome(self) -> Outcome:
+        return Outcome(*self._memory.state, self._memory.weight)
+
+
+def _ours(wire: str) -> Contender:
+    return Contender(
+        wire=wire,
+        bytes_per_param=28,
+        counted="One pass: reads master, m, v and the 16-bit gradient, writes master, m, v and the 16-bit weight.",
+        make=lambda memory, threads: OurFloat32(memory, threads, wire),
+        rtol=(0.0, 0.0, 0.0),
+        ours=True,
+    )
+
+
+def _with_casts(peer: type[step_peers.Float32Master], wire: str) -> Contender:
+    """A peer that steps float32 with float32 gradients, between the two casts that 16-bit training then needs."""
+    return Contender(
+        wire=wire,
+        bytes_per_param=40,
+        counted="Three passes over the whole arrays: the gradient cast to float32 (6 B), "
+        f"{peer.who} (28 B), the master cast into the weight (6 B); casts by torch's copy_().",
+        make=lambda memory, threads: peer(memory, wire, cast_gradient=True),
+        rtol=peer.rtol,
+        scratch_bytes=4,
+    )
+
+
+def _float32_gradient(peer: type[step_peers.Float32Master], wire: str) -> Contender:
+    """The same given the gradient as float32, which is less than the whole work."""
+    return Contender(
+        wire=wire,
+        bytes_per_param=34,
+        counted=f"Less work: the gradient is float32 already, as where the GPU casts it and the link carries twice the "
+        f"bytes; {peer.who} (28 B), and the master cast into the weight (6 B).",
+        make=lambda memory, threads: peer(memory, wire, cast_gradient=False),
+        rtol=peer.rtol,
+        scratch_bytes=4,
+    )
+
+
+_DS, _TORCH = step_peers.DeepSpeed, step_peers.TorchFused
+CONTENDERS: Mapping[str, Contender] = {
+    "ours/float32/bf16": _ours("bfloat16"),
+    "ours/float32/fp16": _ours("float16"),
+    "deepspeed/bf16": _with_casts(_DS, "bfloat16"),
+    "deepspeed/fp16": _with_casts(_DS, "float16"),
+    "deepspeed_fp32grad/bf16": _float32_gradient(_DS, "bfloat16"),
+    "deepspeed_tiled/bf16": Contender(
+        wire="bfloat16",
+        bytes_per_param=28,
+        counted="The whole work, as DeepSpeed does not run it: its operator for tiles that fit the second cache, with "
+        "the casts before and after each, so that memory is passed over once (28 B).",
+        make=lambda memory, threads: step_peers.DeepSpeedTiled(memory, "bfloat16", threads),
+        rtol=_DS.rtol,
+    ),
+    "torch_fused/bf16": _with_casts(_TORCH, "bfloat16"),
+    "torch_fused/fp16": _with_casts(_TORCH, "float16"),
+    "torchao/bf16": Contender(
+        wire="bfloat16",
+        bytes_per_param=14,
+        counted="Other work: what CPUOffloadOptimizer.step() runs on the host for a bf16 model, one fused AdamW over "
+        "bf16 weights with bf16 m and v. There is no float32 master.",
+        make=lambda memory, threads: step_peers.TorchAo(memory),
+        rtol=(2.0**-6, 2.0**-6, 2.0**-6),  # bf16 rounds by 2^-9; at first, and in each of two steps
+        scratch_bytes=4,
+        fp32_master=False,
+    ),
+}
+
+
+def described(names: Mapping[str, Contender] = CONTENDERS) -> dict[str, dict[str, Any]]:
+    """What each contender's figures count, as plain data."""
+    return {name: {"bytes_per_param": c.bytes_per_param, "counted": c.counted} for name, c in names.items()}
