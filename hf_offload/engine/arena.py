@@ -12,6 +12,7 @@ from hf_offload.engine import memory
 from hf_offload.engine.plan import BucketPlan, ParamSpec, plan_buckets, spans_of
 from hf_offload.engine.tensors import WIRE, layout_of, shaped_view
 from hf_offload.errors import StateError, explain
+from hf_offload.transport import Segment
 
 State = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Master, exp_avg and exp_avg_sq of a bucket: float32[numel] each."""
@@ -52,6 +53,9 @@ class Arena:
             for b in self.plan.buckets
         ]
         self._places = list(self._home)
+        self.weight_segments: dict[int, tuple[Sequence[int], list[Segment]]] = {}
+        """By bucket: the runs of weights that its results were last sent to, for the addresses of the whole arena."""
+        self.indices = list(range(len(self.params)))
         self._aliases = [p.detach() for p in self.params]
         self._pointers = [p.data_ptr() for p in self.params]
         self.set_units(units)
@@ -76,11 +80,15 @@ class Arena:
                 to[:] = source
         self._places = list(self._home)
 
-    def weights_of(self, indices: Sequence[int]) -> tuple[list[Tensor | None], list[int]]:
+    def weights_of(self, indices: Sequence[int]) -> tuple[Sequence[Tensor | None], Sequence[int]]:
         """Aliases of the memory that these parameters have now, and its addresses; None and 0 for all others.
 
-        An alias keeps the memory, whatever `p.data = ...` puts into its place later.
+        An alias keeps the memory, whatever `p.data = ...` puts into its place later. Both lists are the very same ones
+        as long as all parameters are asked for and none has moved; they are not written to.
         """
+        if len(indices) == len(self.params) and [p.data_ptr() for p in self.params] == self._pointers:
+            return self._aliases, self._pointers
+        self._aliases, self._pointers = list(self._aliases), list(self._pointers)
         aliases: list[Tensor | None] = [None] * len(self.params)
         pointers = [0] * len(self.params)
         for i in indices:

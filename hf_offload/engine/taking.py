@@ -60,8 +60,10 @@ def _work(
     stepped = np.array(indices)
     groups = np.zeros(count, np.int64)
     groups[stepped] = [number for _, _, number in grads]
-    table = np.tile(cpu.INACTIVE, (count, 1))
-    table[stepped] = rows.table(groups, arena.steps + 1, stepped)
+    table = rows.table(groups, arena.steps + 1, stepped)
+    if indices != arena.indices:
+        active, table = table, np.tile(cpu.INACTIVE, (count, 1))
+        table[stepped] = active
     weights, pointers = arena.weights_of(indices)
     return ArenaWork(arena, gradients, weights, [], pointers, table, stepped)
 

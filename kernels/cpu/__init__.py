@@ -7,6 +7,7 @@ from hf_offload.kernels.cpu.accumulate import add, put
 from hf_offload.kernels.cpu.adam import INACTIVE, NUM_COEF, adam_step, adam_step_into, coefficients
 from hf_offload.kernels.cpu.cast import narrow, reseed, widen
 from hf_offload.kernels.cpu.jit import max_threads
+from hf_offload.kernels.cpu.move import move
 from hf_offload.kernels.cpu.reduce import (
     BLOCK,
     CHUNK,
@@ -32,6 +33,7 @@ __all__ = [
     "checksum",
     "coefficients",
     "max_threads",
+    "move",
     "narrow",
     "put",
     "reseed",
