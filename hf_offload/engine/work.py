@@ -110,7 +110,7 @@ class ArenaWork:
     Attributes:
         gradients: where theirs are.
         weights: each stepped parameter's memory as it was when the step was taken: `p.data = ...` may swap it since.
-        weight_versions: their version counters, by `note_weights`, after the step has moved them.
+        weight_versions: their version counters, by `note_weights`, after the step has moved them; empty until then.
         weight_pointers: device addresses; 0 where a parameter is not stepped.
         coefficients: float32[params, NUM_COEF], inactive rows where a parameter is not stepped.
         stepped: int64, the indices of those that are stepped.
