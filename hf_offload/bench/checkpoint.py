@@ -46,9 +46,9 @@ def run(params: int, folder: Path) -> dict[str, Any]:
         manifest.write(folder, {"optimizer.pt": digest}, None)
 
     phases = {
-        "save": _watched(save),
-        "verify": _watched(lambda: manifest.verify(folder)),
-        "load": _watched(lambda: optimizer.load_state_dict(torch_file.read(path))),
+        "save": watched(save),
+        "verify": watched(lambda: manifest.verify(folder)),
+        "load": watched(lambda: optimizer.load_state_dict(torch_file.read(path))),
     }
     after = rss_anon()
     optimizer.close()
@@ -71,7 +71,7 @@ def rss_anon() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-def _watched(work: Callable[[], Any]) -> tuple[float, int]:
+def watched(work: Callable[[], Any]) -> tuple[float, int]:
     """Seconds that `work` took, and the peak of RssAnon meanwhile."""
     peak, ended = rss_anon(), threading.Event()
 

@@ -68,8 +68,10 @@ def shape_for(params: int, vocab: int = VOCAB) -> Llama:
     return min(found, key=lambda entry: entry[:3])[3]
 
 
-def build(shape: Llama, seq_len: int, device: str, seed: int = 0, attention: str = "sdpa") -> Any:
-    """The model on `device`, its bf16 weights made there, for training."""
+def build(
+    shape: Llama, seq_len: int, device: str, seed: int = 0, attention: str = "sdpa", dtype: torch.dtype = torch.bfloat16
+) -> Any:
+    """The model on `device`, its weights made there in `dtype`, for training."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(seed)
@@ -79,7 +81,7 @@ def build(shape: Llama, seq_len: int, device: str, seed: int = 0, attention: str
         head_dim=shape.head_dim, max_position_embeddings=seq_len, tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     return model.to(device).train()
 
 

@@ -16,6 +16,7 @@ from hf_offload.engine.plan import Bucket, BucketPlan, ParamSpec, plan_buckets, 
 from hf_offload.engine.tensors import WIRE, layout_of, shaped_view
 from hf_offload.errors import StateError, explain
 from hf_offload.kernels import cpu
+from hf_offload.transport import Segment
 
 _NO_NOISE = np.zeros((0, cpu.NUM_NOISE), np.uint32)
 
@@ -81,6 +82,9 @@ class Arena:
         self._home: list[State] = [self._part(slice(b.start, b.start + b.numel), self.blocks_of(b)) for b in
                                    self.plan.buckets]  # fmt: skip
         self._places = list(self._home)
+        self.weight_segments: dict[int, tuple[Sequence[int], list[Segment]]] = {}
+        """By bucket: the runs of weights that its results were last sent to, for the addresses of the whole arena."""
+        self.indices = list(range(len(self.params)))
         self._aliases = [p.detach() for p in self.params]
         self._pointers = [p.data_ptr() for p in self.params]
         self.set_units(units)
@@ -160,11 +164,15 @@ class Arena:
                 to[:] = source
         self._places = list(self._home)
 
-    def weights_of(self, indices: Sequence[int]) -> tuple[list[Tensor | None], list[int]]:
+    def weights_of(self, indices: Sequence[int]) -> tuple[Sequence[Tensor | None], Sequence[int]]:
         """Aliases of the memory that these parameters have now, and its addresses; None and 0 for all others.
 
-        An alias keeps the memory, whatever `p.data = ...` puts into its place later.
+        An alias keeps the memory, whatever `p.data = ...` puts into its place later. Both lists are the very same ones
+        as long as all parameters are asked for and none has moved; they are not written to.
         """
+        if len(indices) == len(self.params) and [p.data_ptr() for p in self.params] == self._pointers:
+            return self._aliases, self._pointers
+        self._aliases, self._pointers = list(self._aliases), list(self._pointers)
         aliases: list[Tensor | None] = [None] * len(self.params)
         pointers = [0] * len(self.params)
         for i in indices:

@@ -442,6 +442,7 @@ class Engine:
             if self.config.poison:
                 for p in params:
                     p.detach().fill_(math.nan)
+            work.weight_versions.clear()  # an interrupt right after the next line: these writes are nobody else's
             torch.autograd.graph.increment_version(params)
             work.note_weights()
             self.watch.note(work.arena.number, None if work.whole else work.stepped.tolist())

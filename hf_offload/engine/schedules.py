@@ -90,7 +90,6 @@ class Stages:
         """Wait for the gradients in down slot `slot`, and return them."""
         self.arrived(event, work.name, self.record, self._down_ranges.pop(slot, 0))
         work.check_gradients_unchanged()
-        work.let_go_of_gradients()
         return self.down(slot, work.bucket)
 
     def host_step(self, work: BucketWork, grads: np.ndarray, weights: np.ndarray, held: str | None = None) -> None:
@@ -234,7 +233,9 @@ def _coming_down(stage: Stages, step: StepWork, mark: object) -> Iterator[tuple[
         while len(coming) < min(len(works), k + ring):  # slot of bucket k + ring is free once k is stepped
             ahead = len(coming)
             coming.append(stage.d2h(works[ahead], ahead % ring, mark))
-        yield k, work, stage.received(work, k % ring, coming[k])
+        grads = stage.received(work, k % ring, coming[k])
+        work.let_go_of_gradients()  # the training loop may have let go of them: their memory goes back to the device
+        yield k, work, grads
 
 
 def make_schedule(name: str, config: OffloadConfig, speculation: Speculation | None) -> Schedule:

@@ -64,9 +64,11 @@ def _work(
     stepped = np.array(indices)
     groups = np.zeros(count, np.int64)
     groups[stepped] = [number for _, _, number in grads]
-    table = np.tile(cpu.INACTIVE, (count, 1))
     turns = arena.turns
-    table[stepped] = rows.table(groups, turns, stepped)
+    table = rows.table(groups, turns, stepped)
+    if indices != arena.indices:
+        active, table = table, np.tile(cpu.INACTIVE, (count, 1))
+        table[stepped] = active
     weights, pointers = arena.weights_of(indices)
     return ArenaWork(arena, gradients, weights, [], pointers, table, stepped, turns)
 

@@ -111,7 +111,7 @@ class ArenaWork:
     Attributes:
         gradients: where theirs are.
         weights: each stepped parameter's memory as it was when the step was taken: `p.data = ...` may swap it since.
-        weight_versions: their version counters, by `note_weights`, after the step has moved them.
+        weight_versions: their version counters, by `note_weights`, after the step has moved them; empty until then.
         weight_pointers: device addresses; 0 where a parameter is not stepped.
         coefficients: float32[params, NUM_COEF], inactive rows where a parameter is not stepped.
         stepped: int64, the indices of those that are stepped.
@@ -204,7 +204,13 @@ class BucketWork:
         return gradients.store.of_bucket(self.index), gradients.store.held[self.index]
 
     def weight_segments(self) -> list[Segment]:
-        return self._segments(self.work.weight_pointers, self.work.weights)
+        """On the step's thread alone."""
+        work, known = self.work, self.work.arena.weight_segments.get(self.index)
+        if known is not None and known[0] is work.weight_pointers:  # nothing has moved since the last step
+            return known[1]
+        segments = self._segments(work.weight_pointers, work.weights)
+        work.arena.weight_segments[self.index] = work.weight_pointers, segments
+        return segments
 
     def coefficients(self) -> np.ndarray:
         return self.work.coefficients[self.work.arena.bucket_params[self.index]]

@@ -6,7 +6,6 @@ and latency can be emulated ("what would this schedule do on a 16 GB/s link?") a
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import queue
@@ -14,12 +13,13 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hf_offload.errors import TransportError, WaitTimeout, explain
+from hf_offload.kernels import cpu
 from hf_offload.transport.base import Event, Segment
 from hf_offload.transport.bell import Bell
 from hf_offload.transport.threads import Worker
@@ -39,6 +39,10 @@ Delay = Callable[[str, int], float]
 """`delay(direction, nbytes) -> seconds` to sleep before a copy; direction is "d2h" or "h2d"."""
 
 
+Runs = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Addresses to copy to, addresses to copy from, bytes: int64[n] each."""
+
+
 class _Mover:
     """What moves the bytes of both directions: one copy at a time, since each takes one of the host's cores, which a
     GPU's copy engines would not. Weights go first, because the next forward waits for them: gradients move in parts,
@@ -48,39 +52,37 @@ class _Mover:
         self._lock = threading.Lock()  # only the lanes' threads take it, which no KeyboardInterrupt reaches
         self._weights_wait = False
 
-    def up(self, runs: Iterable[tuple[int, int, int]]) -> None:
-        """Copy weights: runs of (to, from, bytes), addresses. Without the GIL."""
+    def up(self, runs: Runs) -> None:
+        """Copy weights. Without the GIL."""
         self._weights_wait = True
         try:
             with self._lock:
-                for to, source, nbytes in runs:
-                    ctypes.memmove(to, source, nbytes)
+                cpu.move(*runs)
         finally:
             self._weights_wait = False
 
-    def down(self, runs: Iterable[tuple[int, int, int]], nbytes: int) -> None:
-        """Copy gradients: the same; `nbytes`: of all runs."""
-        for part in [runs] if nbytes <= PART_BYTES else _parts(runs):
+    def down(self, runs: Runs) -> None:
+        """Copy gradients: the same."""
+        for part in _parts(runs):
             while self._weights_wait:
                 time.sleep(LET_PASS_S)
             with self._lock:
-                for to, source, size in part:
-                    ctypes.memmove(to, source, size)
+                cpu.move(*part)
 
 
-def _parts(runs: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """Runs cut and put together to at most PART_BYTES each: what is moved in one go."""
-    part: list[tuple[int, int, int]] = []
-    room = PART_BYTES
-    for to, source, nbytes in runs:
-        while nbytes > room:
-            part.append((to, source, room))
-            yield part
-            to, source, nbytes = to + room, source + room, nbytes - room
-            part, room = [], PART_BYTES
-        part.append((to, source, nbytes))
-        room -= nbytes
-    yield part
+def _parts(runs: Runs) -> Iterator[Runs]:
+    """Runs cut to at most PART_BYTES each, those of about as much together: what is moved in one go."""
+    to, source, nbytes = runs
+    if nbytes.sum() <= PART_BYTES:
+        yield runs
+        return
+    counts = np.maximum(-(-nbytes // PART_BYTES), 1)
+    first = np.cumsum(counts) - counts
+    at = (np.arange(counts.sum()) - np.repeat(first, counts)) * PART_BYTES
+    to, source = np.repeat(to, counts) + at, np.repeat(source, counts) + at
+    nbytes = np.minimum(np.repeat(nbytes, counts) - at, PART_BYTES)
+    cuts = np.flatnonzero(np.diff(np.cumsum(nbytes) // PART_BYTES)) + 1
+    yield from zip(np.split(to, cuts), np.split(source, cuts), np.split(nbytes, cuts))
 
 
 class HostCopy:
@@ -160,11 +162,18 @@ class HostCopy:
         assert self._held is not None
         segments, ring = self._held
         base = ring[self._slot].ctypes.data
+        if not segments:
+            return
+        pointers, sizes, offsets, _ = zip(*segments)
+        there, nbytes, here = (
+            np.array(pointers, np.int64),
+            np.array(sizes, np.int64),
+            np.array(offsets, np.int64) + base,
+        )
         if self._down:
-            runs = ((base + offset, pointer, nbytes) for pointer, nbytes, offset, _ in segments)
-            self._mover.down(runs, self.nbytes)
+            self._mover.down((here, there, nbytes))
         else:
-            self._mover.up((pointer, base + offset, nbytes) for pointer, nbytes, offset, _ in segments)
+            self._mover.up((there, here, nbytes))
 
     def finish(self, error: BaseException | None) -> None:
         self._error = error

@@ -12,6 +12,7 @@ from hf_offload.kernels.cpu.dither import BLOCK as BLOCK_OF_STATE
 from hf_offload.kernels.cpu.dither import NUM_NOISE
 from hf_offload.kernels.cpu.dither import rows as noise_rows
 from hf_offload.kernels.cpu.jit import max_threads
+from hf_offload.kernels.cpu.move import move
 from hf_offload.kernels.cpu.reduce import (
     BLOCK,
     CHUNK,
@@ -44,6 +45,7 @@ __all__ = [
     "coefficients",
     "compact_step",
     "max_threads",
+    "move",
     "narrow",
     "noise_rows",
     "put",
