@@ -194,7 +194,8 @@ class Engine:
         self._check_open()
         self.wait_all()
         lots = self._lots(fresh)
-        self.placement.settle(fresh, self.taken_bytes(), [p for lot in lots if lot.resident for p in lot.params])
+        staying = [p for lot in lots if lot.resident for p in lot.params]
+        self.placement.settle(fresh, staying, bool(self.arenas), self.taken_bytes())
         check_apart([*(p for a in self.arenas for p in a.params), *fresh])
         own(fresh, self)
         if self.config.stream_gradients and self._pipeline is None:
