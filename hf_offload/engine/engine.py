@@ -437,6 +437,7 @@ class Engine:
                 for p in params:
                     p.detach().fill_(math.nan)
             torch.autograd.graph.increment_version(params)
+        for work in works:  # after all: parameters that are views of one tensor share its version counter
             work.note_weights()
             self.watch.note(work.arena.number, None if work.whole else work.stepped.tolist())
         self._waited_to = {}
