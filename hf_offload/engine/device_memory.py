@@ -6,9 +6,7 @@ from typing import Protocol
 
 import torch
 
-MARGIN, MARGIN_BYTES = 0.05, 1 << 30
-"""What is left alone: so much of the device's memory, and no less than so many bytes. A longer batch than the first
-ones, cuBLAS's workspaces and the allocator's fragments take of it."""
+from hf_offload.planner import DEVICE_MARGIN, DEVICE_MARGIN_BYTES
 
 
 class DeviceMemory(Protocol):
@@ -53,7 +51,7 @@ class CudaMemory:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def margin_bytes(self) -> int:
-        return int(max(MARGIN * torch.cuda.mem_get_info(self._device)[1], MARGIN_BYTES))
+        return int(max(DEVICE_MARGIN * torch.cuda.mem_get_info(self._device)[1], DEVICE_MARGIN_BYTES))
 
     def ran_short(self) -> bool:
         before, self._seen = self._seen, self._count()

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadAdam, OffloadConfig
-from hf_offload.engine.device_memory import MARGIN_BYTES, CudaMemory, NoDeviceMemory, memory_of
+from hf_offload.engine.device_memory import CudaMemory, NoDeviceMemory, memory_of
 from hf_offload.errors import HostMemoryError
+from hf_offload.planner import DEVICE_MARGIN_BYTES
 from support.engine import (
     Outcome,
     Plan,
@@ -335,7 +336,7 @@ def test_a_gpu_is_asked_for_what_torch_has_not_reserved_and_for_failed_allocatio
             stats[name] += 1
             assert memory.ran_short() and not memory.ran_short()
         with patch("torch.cuda.mem_get_info", lambda device: (3 << 30, 8 << 30)):
-            assert memory.margin_bytes() == MARGIN_BYTES
+            assert memory.margin_bytes() == DEVICE_MARGIN_BYTES
 
 
 class TestOnAGpu:
