@@ -214,6 +214,12 @@ def plan(
         Optional[bool],  # noqa: UP045
         typer.Option(help="Whether gradients leave during backward. Default: as in the recipe, else no."),
     ] = None,
+    device_state_bytes: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="State that stays on the GPU, bytes as 40e9, or auto. Default: as in the recipe, else 0.", metavar="N"
+        ),
+    ] = None,
     ranks_per_node: Annotated[
         int, typer.Option(help="Processes, a GPU each, that share the host's memory.", min=1, metavar="N")
     ] = 1,
@@ -248,6 +254,7 @@ def plan(
         host_gb=host_gb,
         state_dtype=state_dtype,
         stream_gradients=stream_gradients,
+        device_state_bytes=device_state_bytes,
         ranks_per_node=ranks_per_node,
     )
     answer = planning.answer(asked)

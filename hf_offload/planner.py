@@ -19,7 +19,7 @@ Where the formulas come from:
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 GB = 1e9
@@ -31,6 +31,10 @@ current GPUs) and cuBLAS's workspace. The upper end of what is commonly seen, so
 MASTER_BYTES = MOMENT_BYTES = 4
 STATE_BLOCK = 128
 """Elements that share a scale byte, for m and for v each, where they are held as int8."""
+STATE_BYTES = MASTER_BYTES + 2 * MOMENT_BYTES
+DEVICE_MARGIN, DEVICE_MARGIN_BYTES = 0.05, 1 << 30
+"""What `device_state_bytes="auto"` leaves of a GPU: so much of its memory, and no less than so many bytes. Longer
+batches than the first ones, cuBLAS's workspaces and the allocator's fragments take of it."""
 CACHE_LINE = 64
 LOGIT_PEAK_BYTES = 12
 """Bytes per logit at the peak, in the loss's backward: the fp32 log-softmax, its gradient and the gradient of the
@@ -133,6 +137,22 @@ class Streaming:
     shadow_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Held:
+    """How Adam's state is held.
+
+    Attributes:
+        state_dtype: of m and v on the host.
+        resident: parameters whose state, in fp32, stays on the GPU and is stepped there.
+    """
+
+    state_dtype: str = "float32"
+    resident: int = 0
+
+
+HELD = Held()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """Bytes of one kind of tensor: on the GPU without and with offload, and on the host with it."""
@@ -179,7 +199,8 @@ class Seconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Whether it fits. None: one of the two figures is not known. The host's need is that of all ranks on a node."""
+    """Whether it fits. None: one of the two figures is not known. The host's need is that of all ranks on a node, with
+    state that is on the host at first only."""
 
     gpu_need: int
     gpu_have: int | None
@@ -205,6 +226,8 @@ class Plan:
     hide: dict[str, Hide]
     fit: Fit
     ranks_per_node: int = 1
+    resident: int = 0
+    """Parameters whose state stays on the GPU and is stepped there."""
 
 
 def moment_bytes(params: int, state_dtype: str) -> int:
@@ -214,26 +237,57 @@ def moment_bytes(params: int, state_dtype: str) -> int:
     return params * {"float32": 4, "bfloat16": 2}[state_dtype]
 
 
-def state_lines(counts: Counts, streaming: Streaming | None = None, state_dtype: str = "float32") -> tuple[Line, ...]:
+def state_lines(counts: Counts, streaming: Streaming | None = None, held: Held = HELD) -> tuple[Line, ...]:
     """Weights, gradients and Adam's state: the table of 16 Ψ, 4 Ψ and 12 Ψ bytes; streamed, of 2 Ψ and 14 Ψ."""
     psi, wire = counts.trainable, counts.wire_bytes
-    moments, held = MOMENT_BYTES * psi, moment_bytes(psi, state_dtype)
+    moments = MOMENT_BYTES * psi
     own_master = MASTER_BYTES * counts.trainable_16
+    there, host = MASTER_BYTES * held.resident, MASTER_BYTES * (psi - held.resident)
+    moment = moment_bytes(psi - held.resident, held.state_dtype)
     return (
         Line(name="weights", gpu_without=wire, gpu_with=wire),
-        _gradients(psi, wire, streaming),
-        Line(name="master", gpu_without=own_master, host=MASTER_BYTES * psi, note="fp32 weights"),
-        Line(name="exp_avg", gpu_without=moments, host=held, note="first moment m"),
-        Line(name="exp_avg_sq", gpu_without=moments, host=held, note="second moment v"),
+        _gradients(wire, leaving(counts, held.resident), streaming),
+        Line(name="master", gpu_without=own_master, gpu_with=there, host=host, note="fp32 weights"),
+        Line(name="exp_avg", gpu_without=moments, gpu_with=there, host=moment, note="first moment m"),
+        Line(name="exp_avg_sq", gpu_without=moments, gpu_with=there, host=moment, note="second moment v"),
     )
 
 
-def _gradients(psi: int, wire: int, streaming: Streaming | None) -> Line:
+def _gradients(wire: int, gone: Counts, streaming: Streaming | None) -> Line:
+    """`gone`: those whose gradients leave."""
     if streaming is None:
         return Line(name="gradients", gpu_without=wire, gpu_with=wire)
-    store = wire if streaming.accumulate_bytes is None else streaming.accumulate_bytes * psi
-    note = "streamed: some buckets on the GPU"
-    return Line(name="gradients", gpu_without=wire, gpu_with=min(wire, streaming.on_device), host=store, note=note)
+    wire_gone, each = gone.wire_bytes, streaming.accumulate_bytes
+    return Line(
+        name="gradients",
+        gpu_without=wire,
+        gpu_with=wire - wire_gone + min(wire_gone, streaming.on_device),
+        host=wire_gone if each is None else each * gone.trainable,
+        note="streamed: some buckets on the GPU",
+    )
+
+
+def leaving(counts: Counts, resident: int) -> Counts:
+    """What the host steps, where the state of `resident` parameters stays on the GPU: 16-bit and fp32 ones alike."""
+    if not resident:
+        return counts
+    left = counts.trainable - resident
+    wide = counts.trainable_32 * left // counts.trainable
+    return replace(counts, trainable_16=left - wide, trainable_32=wide)
+
+
+def resident_params(counts: Counts, device_state_bytes: int | None, gpu_left: int, streamed: bool) -> int:
+    """Parameters whose state stays on the GPU.
+
+    Args:
+        device_state_bytes: as the setting; None: as many as fit, which is "auto".
+        gpu_left: bytes of the GPU that nothing else takes, and that are not the margin.
+        streamed: whether gradients leave during backward; those of what stays do not.
+    """
+    if device_state_bytes is not None:
+        return min(counts.trainable, device_state_bytes // STATE_BYTES)
+    each = STATE_BYTES + (counts.wire_bytes / counts.trainable if streamed else 0)
+    return min(counts.trainable, max(0, int(gpu_left / each)))
 
 
 def pinned_ring_bytes(bucket_bytes: int, ring_slots: int) -> int:
@@ -289,12 +343,12 @@ def logits_bytes(shape: Shape, workload: Workload) -> int:
     return LOGIT_PEAK_BYTES * workload.tokens * shape.vocab
 
 
-def seconds(
-    counts: Counts, workload: Workload, machine: Machine, streamed: bool = False, state_dtype: str = "float32"
-) -> Seconds:
-    """The times of one optimizer step. A bound: real ones add the first bucket's latency and what is not overlapped."""
-    link = link_bytes_per_step(counts, workload.accumulation, streamed) / (machine.link_gb_s * GB)
-    host_step = host_step_bytes(counts, state_dtype) / (machine.host_bw_gb_s * GB)
+def seconds(counts: Counts, workload: Workload, machine: Machine, streamed: bool = False, held: Held = HELD) -> Seconds:
+    """The times of one optimizer step. A bound: real ones add the first bucket's latency and what is not overlapped,
+    and where state stays on the GPU the step of that, at 28 bytes a parameter of the GPU's own memory."""
+    gone = leaving(counts, held.resident)
+    link = link_bytes_per_step(gone, workload.accumulation, streamed) / (machine.link_gb_s * GB)
+    host_step = host_step_bytes(gone, held.state_dtype) / (machine.host_bw_gb_s * GB)
     forward = workload.tokens * _forward_flops(counts) / (machine.tflops * 1e12)
     backward = workload.tokens * _backward_flops(counts, workload.checkpointing) / (machine.tflops * 1e12)
     exposed = max(0.0, max(link, host_step) - forward)
@@ -341,6 +395,7 @@ def make(
     streaming: Streaming | None = None,
     state_dtype: str = "float32",
     ranks_per_node: int = 1,
+    device_state_bytes: int | None = 0,
 ) -> Plan:
     """The whole plan.
 
@@ -350,13 +405,14 @@ def make(
         streaming: None where gradients stay on the GPU until the step.
         state_dtype: how m and v are held on the host.
         ranks_per_node: processes that share the host's memory, each with a GPU. State is not sharded: each has its own.
+        device_state_bytes: as the setting; None: "auto", as much as the GPU has room for. The host must have room for
+            all state then: it begins there, and may come back.
 
     Raises:
-        ValueError: there is no trainable parameter.
+        ValueError: there is no trainable parameter, or it is not known how much room the GPU has.
     """
     if counts.trainable < 1:
         raise ValueError("a plan needs at least one trainable parameter")
-    state = state_lines(counts, streaming, state_dtype)
     activations: dict[str, int] = {}
     if shape is not None:
         activations = {
@@ -368,7 +424,11 @@ def make(
         ring.append(Line(name="shadow", host=streaming.shadow_bytes, note="for speculation"))
     ring.append(Line(name="checkpoint", note="streamed: no copy"))
     other = (*ring, *_other_lines(counts, workload, shape))
-    times = seconds(counts, workload, machine, streaming is not None, state_dtype)
+    begins = state_lines(counts, streaming)
+    left = _gpu_left(begins + other, machine) if device_state_bytes is None else 0
+    held = Held(state_dtype, resident_params(counts, device_state_bytes, left, streaming is not None))
+    state = state_lines(counts, streaming, held)
+    times = seconds(counts, workload, machine, streaming is not None, held)
     longest = max(times.link, times.host_step)
     return Plan(
         counts=counts,
@@ -378,15 +438,23 @@ def make(
         state=state,
         other=other,
         activations=activations,
-        link_bytes=link_bytes_per_step(counts, workload.accumulation, streaming is not None),
+        link_bytes=link_bytes_per_step(leaving(counts, held.resident), workload.accumulation, streaming is not None),
         seconds=times,
         hide={
             what: tokens_to_hide(spent, counts, machine.tflops, workload.checkpointing)
             for what, spent in (("host_step", times.host_step), ("link", times.link), ("both", longest))
         },
-        fit=_fit(state + other, machine, ranks_per_node),
+        fit=_fit(state + other, (begins if device_state_bytes is None else state) + other, machine, ranks_per_node),
         ranks_per_node=ranks_per_node,
+        resident=held.resident,
     )
+
+
+def _gpu_left(lines: tuple[Line, ...], machine: Machine) -> int:
+    if machine.gpu_bytes is None:
+        raise ValueError("how much of the GPU is left cannot be told without its size")
+    margin = max(DEVICE_MARGIN * machine.gpu_bytes, DEVICE_MARGIN_BYTES)
+    return int(machine.gpu_bytes - margin) - sum(line.gpu_with for line in lines)
 
 
 def _other_lines(counts: Counts, workload: Workload, shape: Shape | None) -> tuple[Line, ...]:
@@ -405,9 +473,9 @@ def _other_lines(counts: Counts, workload: Workload, shape: Shape | None) -> tup
     return tuple(lines)
 
 
-def _fit(lines: tuple[Line, ...], machine: Machine, ranks: int) -> Fit:
-    gpu_need = sum(line.gpu_with for line in lines)
-    host_need = ranks * sum(line.host for line in lines)
+def _fit(on_gpu: tuple[Line, ...], on_host: tuple[Line, ...], machine: Machine, ranks: int) -> Fit:
+    gpu_need = sum(line.gpu_with for line in on_gpu)
+    host_need = ranks * sum(line.host for line in on_host)
     return Fit(
         gpu_need=gpu_need,
         gpu_have=machine.gpu_bytes,
@@ -423,6 +491,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "params": plan.counts.trainable,
         "frozen_params": plan.counts.frozen,
+        "device_state": {
+            "params": plan.resident,
+            "bytes": STATE_BYTES * plan.resident,
+            "fraction": plan.resident / plan.counts.trainable,
+        },
         "bytes": {
             "gpu_without": sum(line.gpu_without for line in plan.state),
             "gpu_with": sum(line.gpu_with for line in plan.state),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_offload import environment, hostmem, planner
-from hf_offload.config import OffloadConfig
+from hf_offload.config import AUTO, OffloadConfig
 from hf_offload.errors import ConfigError, explain
 from hf_offload.planner import Counts, Machine, Plan, Shape, Workload
 
@@ -40,6 +40,7 @@ class Asked:
     host_gb: float | None = None
     stream_gradients: bool | None = None
     state_dtype: str | None = None
+    device_state_bytes: str | None = None
     ranks_per_node: int = 1
 
 
@@ -95,8 +96,32 @@ def answer(asked: Asked) -> Answer:
         streaming=_streaming(subject.offload, asked.stream_gradients),
         state_dtype=offload.state_dtype,
         ranks_per_node=asked.ranks_per_node,
+        device_state_bytes=_device_state(asked, offload, machine.gpu_bytes),
     )
     return Answer(plan=plan, source=subject.source, assumed=tuple(assumed), notes=subject.notes)
+
+
+def _device_state(asked: Asked, offload: OffloadConfig, gpu_bytes: int | None) -> int | None:
+    """Bytes; None: as much as the GPU has room for."""
+    option, text = "--device-state-bytes", asked.device_state_bytes
+    value = offload.device_state_bytes if text is None else AUTO if text == AUTO else _bytes(option, text)
+    dataclasses.replace(offload, device_state_bytes=value)  # refuses what does not go together
+    if value != AUTO:
+        return int(value)
+    if gpu_bytes is None:
+        cause = "no NVIDIA GPU was found here, so nobody knows what it has left"
+        raise ConfigError(explain(option if text else "offload.device_state_bytes", AUTO, cause, "Give --gpu-gb"))
+    return None
+
+
+def _bytes(option: str, text: str) -> int:
+    try:
+        value = float(text.replace("_", ""))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e18:
+        raise ConfigError(explain(option, text, "not a number of bytes", f"Write it as 40e9, or {AUTO!r}"))
+    return int(value)
 
 
 def _streaming(offload: OffloadConfig, asked: bool | None) -> planner.Streaming | None:

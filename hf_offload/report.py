@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hf_offload.planner import Plan
+from hf_offload.planner import STATE_BYTES, Plan
 
 _NAMES = {
     "weights": "weights",
@@ -129,6 +129,8 @@ def _fit_sentences(plan: Plan) -> list[str]:
     ranks = plan.ranks_per_node
     if ranks > 1:
         sentences.append(f"{ranks} ranks on a node take {size(fit.host_need)} of its host memory together.")
+    if fit.host_need > ranks * sum(line.host for line in plan.state + plan.other):
+        sentences.append("The state begins on the host and may come back, so the host must have room for all of it.")
     if fit.host is not None:
         sentences.append(_verdict("host", fit.host_need, fit.host_have or 0, fit.host))
     return sentences
@@ -166,8 +168,10 @@ def _round(count: float) -> int:
 
 def _time_sentences(plan: Plan) -> list[str]:
     times, work = plan.seconds, plan.workload
+    stays = [_split_sentence(plan)] if plan.resident else []
     compute = duration(times.compute)
     sentences = [
+        *stays,
         f"Each step moves {size(plan.link_bytes)} over the link, whatever the batch; where both directions run at "
         f"once it takes about half: {duration(times.link_full_duplex)}.",
         f"A micro-batch of {work.tokens:,} tokens computes for {duration(times.forward)} forward and "
@@ -184,6 +188,16 @@ def _time_sentences(plan: Plan) -> list[str]:
         sentences.append("Overlapped, the next forward is long enough to hide link and host step.")
     sentences.append(f"In order, nothing hides: {duration(times.exposed_in_order)} a step.")
     return sentences
+
+
+def _split_sentence(plan: Plan) -> str:
+    part, rest = plan.resident / plan.counts.trainable, plan.counts.trainable - plan.resident
+    split = (
+        f"The state of {plan.resident:,} parameters ({part:.0%}, {size(STATE_BYTES * plan.resident)}) stays on the GPU "
+        f"and is stepped there, at the speed of its memory, for those that forward needs first: {part:.0%} of the step "
+        "never wait for the host."
+    )
+    return split + (f" Link and host step are of the other {rest:,}." if rest else "")
 
 
 def print_outcome(console: Console, summary: Mapping[str, Any], summary_path: str, model_dir: str | None) -> None:

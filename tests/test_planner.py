@@ -233,3 +233,54 @@ def test_gradients_added_up_in_float32_take_4_bytes_and_a_small_model_streams_no
     streaming = planner.Streaming(on_device=10**12, accumulate_bytes=4)
     lines = {line.name: line for line in make(streaming=streaming).state}
     assert lines["gradients"].host == 4 * 7e9 and lines["gradients"].gpu_with == 2 * 7e9
+
+
+# ---- state that stays on the GPU
+
+
+def test_state_that_stays_moves_from_the_host_to_the_gpu_and_off_the_link() -> None:
+    plan, without = make(device_state_bytes=42 * 10**9), make()
+    assert plan.resident == 3_500_000_000
+    figures, before = planner.as_json(plan), planner.as_json(without)
+    assert figures["device_state"] == {"params": 3_500_000_000, "bytes": 42 * 10**9, "fraction": 0.5}
+    assert before["device_state"]["params"] == 0
+    assert figures["bytes"]["gpu_with"] == (28 + 42) * 10**9 and figures["bytes"]["host"] == 42 * 10**9
+    assert plan.link_bytes == without.link_bytes / 2
+    assert plan.seconds.link == without.seconds.link / 2 and plan.seconds.host_step == without.seconds.host_step / 2
+    assert plan.seconds.compute == without.seconds.compute
+    everything = make(device_state_bytes=10**15)
+    assert everything.resident == 7 * 10**9 and everything.link_bytes == 0 and everything.seconds.host_step == 0.0
+    assert everything.seconds.exposed_in_order == 0.0
+
+
+def test_fp32_and_16_bit_weights_stay_alike() -> None:
+    counts = Counts(trainable_16=300, trainable_32=100)
+    assert planner.leaving(counts, 200) == Counts(trainable_16=150, trainable_32=50)
+    assert planner.leaving(counts, 400).trainable == 0
+
+
+@pytest.mark.parametrize(("gpu_gb", "part"), [(48, 0.20), (80, 0.56), (141, 1.0), (24, 0.0)])
+def test_auto_is_what_a_gpu_has_left_less_a_margin(gpu_gb: int, part: float) -> None:
+    """Of 7e9 parameters: 28 GB of weights and gradients, 1 GB of context, and a twentieth are gone."""
+    machine = Machine(gpu_bytes=gpu_gb * 10**9, host_bytes=85 * 10**9)
+    plan = make(machine=machine, device_state_bytes=None)
+    assert plan.resident / 7e9 == pytest.approx(part, abs=0.005)
+    if 0.0 < part < 1.0:
+        assert plan.fit.gpu_need == pytest.approx(0.95 * gpu_gb * 1e9, abs=24)
+    assert plan.fit.host_need == make(machine=machine).fit.host_need, "all of it begins there"
+
+
+def test_auto_counts_the_gradients_that_no_longer_leave() -> None:
+    streaming = planner.Streaming(on_device=10**9)
+    machine = Machine(gpu_bytes=48 * 10**9)
+    plan = make(machine=machine, streaming=streaming, device_state_bytes=None)
+    assert plan.resident == int((0.95 * 48e9 - 14e9 - 1e9 - planner.CUDA_CONTEXT_BYTES) / 14)
+    assert plan.fit.gpu_need == pytest.approx(0.95 * 48e9, abs=28)
+    lines = {line.name: line for line in plan.state}
+    assert lines["gradients"].gpu_with == 10**9 + 2 * plan.resident
+    assert lines["gradients"].host == 2 * (7 * 10**9 - plan.resident)
+
+
+def test_auto_needs_to_know_the_gpu() -> None:
+    with pytest.raises(ValueError, match="without its size"):
+        make(device_state_bytes=None)

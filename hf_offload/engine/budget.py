@@ -19,7 +19,8 @@ from hf_offload.ranks import local_ranks
 class Budget:
     """The host memory of one optimizer. Every rank of a run on this node takes as much: state is not sharded.
 
-    `max_host_bytes` is a cap on this process alone.
+    `max_host_bytes` is a cap on this process alone, and on what has left the device: where the device is the CPU, what
+    stays there is compared with the machine's memory only.
     """
 
     def __init__(self, config: OffloadConfig) -> None:
@@ -47,8 +48,12 @@ class Budget:
             need["gradient store"] = store_bytes(params, self._config.accumulate_dtype)
         return need
 
-    def check_construction(self, params: Sequence[Tensor]) -> None:
+    def check_construction(self, params: Sequence[Tensor], here: int = 0) -> None:
         """Before the ring is reserved: everything, of all ranks.
+
+        Args:
+            params: those whose state leaves the device.
+            here: bytes of state that stays on the device, where that is the CPU.
 
         All ranks of a run construct their optimizers at about the same time, and none touches state before its first
         forward: what is available then is what all of them have to share, but for the rings, which the quicker ones
@@ -62,9 +67,9 @@ class Budget:
             HostMemoryError: it does not fit; nothing was allocated.
         """
         need = {**self.need(params), **self.fixed}
-        self._check(need, params, 0, self._config.shadow_bytes, self.ring_bytes)
+        self._check(need, params, 0, self._config.shadow_bytes, self.ring_bytes, here)
 
-    def check_binding(self, fresh: Sequence[Tensor], taken: int) -> None:
+    def check_binding(self, fresh: Sequence[Tensor], taken: int, here: int = 0) -> None:
         """Before state for `fresh` is allocated.
 
         How far other ranks are, nothing tells: the first step of all, for one, lies between two of them. So this rank
@@ -72,33 +77,37 @@ class Budget:
 
         Args:
             taken: bytes of ours that exist, `fixed` left out. 0: the shadow is to come as well.
+            here: as at construction.
 
         Raises:
             HostMemoryError: it does not fit; nothing was allocated.
         """
         shadow = 0 if taken else self._config.shadow_bytes
-        self._check(self.need(fresh), fresh, taken + sum(self.fixed.values()), shadow, None)
+        self._check(self.need(fresh), fresh, taken + sum(self.fixed.values()), shadow, None, here)
 
     def _check(
-        self, need: dict[str, int], params: Sequence[Tensor], taken: int, shadow: int, ahead: int | None
+        self, need: dict[str, int], params: Sequence[Tensor], taken: int, shadow: int, ahead: int | None, here: int
     ) -> None:
         ways = self._ways(need, params)
-        self._compare(need, params, taken, ahead, ways)
+        self._compare(need, params, taken, ahead, ways, here)
         if shadow:
             try:
-                self._compare({**need, "shadow": shadow}, params, taken, ahead, (_LessShadow(shadow),))
+                self._compare({**need, "shadow": shadow}, params, taken, ahead, (_LessShadow(shadow),), here)
             except HostMemoryError as error:
                 cause = "everything else fits, but not with this much shadow"
                 remedy = "Lower shadow_bytes, or set it to 0"
                 raise HostMemoryError(explain("shadow_bytes", shadow, cause, remedy) + f"\n{error}") from None
 
     def _compare(
-        self, need: dict[str, int], params: Sequence[Tensor], taken: int, ahead: int | None, ways: Sequence[WayOut]
-    ) -> None:
+        self, need: dict[str, int], params: Sequence[Tensor], taken: int, ahead: int | None, ways: Sequence[WayOut],
+        here: int,
+    ) -> None:  # fmt: skip
         cap = self._config.max_host_bytes
         whole = {"taken already": taken, **need} if taken else need
         if cap is not None and sum(whole.values()) > cap:
             preflight.check_host_budget(whole, cap, ways=ways)
+        if here:
+            need, whole = {**need, "state on the device": here}, {**whole, "state on the device": here}
         # Values that wait to become masters are freed one by one while the masters' memory is filled.
         master = need["master"] - waiting_bytes(params)
         # The node first: what it advises is enough for all ranks.

@@ -6,16 +6,18 @@ from typing import Protocol
 
 import torch
 
-MARGIN, MARGIN_BYTES = 0.05, 1 << 30
-"""What is left alone: so much of the device's memory, and no less than so many bytes. A longer batch than the first
-ones, cuBLAS's workspaces and the allocator's fragments take of it."""
+from hf_offload.planner import DEVICE_MARGIN, DEVICE_MARGIN_BYTES
 
 
 class DeviceMemory(Protocol):
     """The memory of one device."""
 
     def free_bytes(self) -> int | None:
-        """What nobody has taken, torch's own reserve left out, less a margin. None: there is nothing to measure."""
+        """What nobody has taken, torch's own reserve left out. None: there is nothing to measure."""
+        ...
+
+    def margin_bytes(self) -> int:
+        """What of it is better left alone."""
         ...
 
     def ran_short(self) -> bool:
@@ -28,6 +30,9 @@ class NoDeviceMemory:
 
     def free_bytes(self) -> int | None:
         return None
+
+    def margin_bytes(self) -> int:
+        return 0
 
     def ran_short(self) -> bool:
         return False
@@ -42,9 +47,11 @@ class CudaMemory:
         self._seen = 0
 
     def free_bytes(self) -> int | None:
-        free, total = torch.cuda.mem_get_info(self._device)
         self._seen = self._count()
-        return int(free - max(MARGIN * total, MARGIN_BYTES))
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def margin_bytes(self) -> int:
+        return int(max(DEVICE_MARGIN * torch.cuda.mem_get_info(self._device)[1], DEVICE_MARGIN_BYTES))
 
     def ran_short(self) -> bool:
         before, self._seen = self._seen, self._count()

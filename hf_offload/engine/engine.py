@@ -198,7 +198,8 @@ class Engine:
         self._check_open()
         self.wait_all()
         lots = self._lots(fresh)
-        self.placement.settle(fresh, self.taken_bytes(), [p for lot in lots if lot.resident for p in lot.params])
+        staying = [p for lot in lots if lot.resident for p in lot.params]
+        self.placement.settle(fresh, staying, bool(self.arenas), self.taken_bytes())
         check_apart([*(p for a in self.arenas for p in a.params), *fresh])
         own(fresh, self)
         if self.config.stream_gradients and self._pipeline is None:
@@ -444,6 +445,7 @@ class Engine:
                     p.detach().fill_(math.nan)
             work.weight_versions.clear()  # an interrupt right after the next line: these writes are nobody else's
             torch.autograd.graph.increment_version(params)
+        for work in works:  # after all: parameters that are views of one tensor share its version counter
             work.note_weights()
             self.watch.note(work.arena.number, None if work.whole else work.stepped.tolist())
         self._waited_to = {}

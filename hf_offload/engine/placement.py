@@ -12,8 +12,10 @@ from torch import Tensor
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.budget import Budget
 from hf_offload.engine.device_memory import memory_of
+from hf_offload.engine.resident import state_bytes
+from hf_offload.engine.share import likely_to_stay
 from hf_offload.engine.tensors import check_apart, check_parameter
-from hf_offload.errors import UnsupportedError, explain
+from hf_offload.errors import ConfigError, UnsupportedError, explain
 from hf_offload.numa import home_of, kept_to
 from hf_offload.preflight import allocating
 from hf_offload.transport import Transport, make_transport
@@ -41,7 +43,8 @@ class Placement:
         self.device = self._device_of(params)
         trainable = [p for p in params if p.requires_grad]
         check_apart(trainable)
-        self.budget.check_construction(trainable)
+        staying = likely_to_stay(config.device_state_bytes, trainable)
+        self.budget.check_construction(_without(trainable, staying), _on_cpu(self.device, staying))
         self._transport: Transport | None = self._make(self.device)
         self.memory = memory_of(self.device)
 
@@ -63,27 +66,35 @@ class Placement:
     def pinned_bytes(self) -> int:
         return 0 if self._transport is None else self._transport.pinned_bytes
 
-    def settle(self, fresh: Sequence[Tensor], taken: int, staying: Sequence[Tensor] = ()) -> None:
+    def settle(self, fresh: Sequence[Tensor], staying: Sequence[Tensor], bound: bool, taken: int) -> None:
         """Before state for `fresh` is allocated: check device and budget.
 
         Args:
-            taken: bytes of ours that exist.
             staying: those of `fresh` whose state stays on the device.
+            bound: whether other parameters have state.
+            taken: bytes of ours that exist on the host.
 
         Raises as the class.
         """
         device = self._device_of(fresh)
-        if device != self.device and taken:
+        if device != self.device and bound:
             raise UnsupportedError(
                 explain("device", device, f"other parameters of this optimizer are on {self.device}",
                         "Keep all trainable parameters on one device")
             )  # fmt: skip
-        stays = set(map(id, staying))
-        self.budget.check_binding([p for p in fresh if id(p) not in stays], taken)
+        self.budget.check_binding(_without(fresh, staying), taken, _on_cpu(device, staying))
         if device != self.device:
             moved = self._make(device)
             self.close()
             self.device, self._transport, self.memory = device, moved, memory_of(device)
+        self._check_device(state_bytes(staying))
+
+    def _check_device(self, need: int) -> None:
+        free = self.memory.free_bytes()
+        if need and free is not None and need > free:
+            cause = f"the state that is to stay takes {need} bytes, and {self.device} has {free} left"
+            remedy = f"Give at most {max(0, free)}, less what forward and backward take, or 'auto'"
+            raise ConfigError(explain("device_state_bytes", self._config.device_state_bytes, cause, remedy))
 
     def near(self) -> AbstractContextManager[None]:
         """Around what reserves memory or starts threads: both stay on the NUMA node of the device, if that helps."""
@@ -131,3 +142,13 @@ def _near(device: str, threads: int) -> AbstractContextManager[None]:
     except AttributeError:  # a torch that does not tell
         return kept_to(frozenset())
     return kept_to(home_of(address, threads))
+
+
+def _without(params: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    left_out = set(map(id, others))
+    return [p for p in params if id(p) not in left_out]
+
+
+def _on_cpu(device: str, staying: Sequence[Tensor]) -> int:
+    """Bytes of the host's memory that the state of `staying` takes where it is."""
+    return state_bytes(staying) if device == "cpu" else 0

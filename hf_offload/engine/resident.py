@@ -126,6 +126,11 @@ class ResidentArena(Arena):
         return _tensor(self.master)[self.slice_of(index)]
 
 
+def state_bytes(params: Sequence[Tensor]) -> int:
+    """What the state of `params` takes, wherever it is."""
+    return STATE_BYTES * sum(p.numel() for p in params)
+
+
 def step_in_place(step: StepWork, stream: int, posted: Callable[[int, Event], None]) -> int:
     """Step what stays on the device, before anything travels. Called on the step's thread.
 

@@ -22,7 +22,7 @@ from hf_offload.engine.resident import STATE_BYTES
 logger = logging.getLogger(__name__)
 
 LOT_BYTES = 1 << 30
-"""Of state that moves as one, where no model says what belongs together."""
+"""Of state that moves as one: of a unit, or, where no model says what belongs together, of whatever comes next."""
 
 
 class Lot(NamedTuple):
@@ -103,17 +103,9 @@ class AutoShare:
 
     def lots(self, params: Sequence[Tensor], units: Sequence[int], rank: Mapping[int, int], taken: int) -> list[Lot]:
         """All on the host, each unit by itself; a large one, as all parameters are without a model, in several."""
-        found: list[Lot] = []
-        for _, members in groupby(sorted(range(len(params)), key=lambda i: rank[units[i]]), lambda i: units[i]):
-            held = LOT_BYTES
-            for i in members:
-                nbytes = STATE_BYTES * params[i].numel()
-                if held + nbytes > LOT_BYTES:
-                    found.append(Lot([], resident=False))
-                    held = 0
-                found[-1].params.append(params[i])
-                held += nbytes
-        return found
+        order = sorted(range(len(params)), key=lambda i: rank[units[i]])
+        by_unit = (members for _, members in groupby(order, lambda i: units[i]))
+        return [lot for members in by_unit for lot in _in_lots([params[i] for i in members])]
 
     def to_take(self, arenas: Sequence[Arena], rank: Mapping[int, int], memory: DeviceMemory) -> list[int]:
         if self._settled or not arenas:
@@ -126,6 +118,7 @@ class AutoShare:
                 "All state is on the host; a number of bytes would be kept apart."
             )
             return []
+        free = max(0, free - memory.margin_bytes())
         order = in_order(arenas, rank)
         fit = [order[n] for n in that_fit([self._bytes(arenas[k]) for k in order], free)]
         logger.info(
@@ -150,6 +143,19 @@ class AutoShare:
         return STATE_BYTES * arena.plan.numel + (int(arena.param_bytes.sum()) if self._streamed else 0)
 
 
+def _in_lots(params: Sequence[Tensor]) -> list[Lot]:
+    """As many to a lot as LOT_BYTES hold, and at least one."""
+    lots, held = [Lot([], resident=False)], 0
+    for p in params:
+        nbytes = STATE_BYTES * p.numel()
+        if lots[-1].params and held + nbytes > LOT_BYTES:
+            lots.append(Lot([], resident=False))
+            held = 0
+        lots[-1].params.append(p)
+        held += nbytes
+    return lots
+
+
 def in_order(arenas: Sequence[Arena], rank: Mapping[int, int]) -> list[int]:
     """Numbers of the arenas that hold anything, as forward needs the first unit of each."""
     first = {k: min(rank[u] for units in a.bucket_units for u in units) for k, a in enumerate(arenas) if a.bucket_units}
@@ -164,6 +170,13 @@ def that_fit(sizes: Sequence[int], room: int) -> list[int]:
             found.append(n)
             room -= size
     return found
+
+
+def likely_to_stay(device_state_bytes: int | str, params: Sequence[Tensor]) -> list[Tensor]:
+    """Before forward's order is known: parameters whose state takes about as much as will stay; none where that is not
+    known, or may have to leave later."""
+    share = FixedShare(0 if device_state_bytes == AUTO else int(device_state_bytes))
+    return [params[i] for i in share.that_stay(params, [0] * len(params), {0: 0})]
 
 
 def make_share(device_state_bytes: int | str, streamed: bool) -> Share:

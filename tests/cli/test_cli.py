@@ -120,6 +120,25 @@ def test_plan_options_win_over_the_recipe_and_overrides_change_it() -> None:
     assert (work["batch"], work["accumulation"], work["seq_len"], work["checkpointing"]) == (5, 3, 2048, True)
 
 
+def test_plan_shows_how_the_step_is_split_where_state_stays_on_the_gpu() -> None:
+    asked = ("plan", "--params", "7e9", "--gpu-gb", 80, "--host-gb", 80, "--device-state-bytes")
+    assert json.loads(invoke(*asked, "42e9", "--json").output)["device_state"]["fraction"] == 0.5
+    output = invoke(*asked, "auto").output
+    assert max(map(len, output.splitlines())) <= 80
+    text = " ".join(output.split())
+    assert "(56%, 47.0 GB) stays on the GPU" in text and "The state begins on the host" in text
+    assert "The host needs 84.3 GB and has 80.0 GB: it does not fit" in text
+    for value, least in ((12 * 10**9, 12 * 10**9), ("auto", 1)):
+        recipe = invoke("plan", "qwen2.5_7b_sft", f"offload.device_state_bytes={value}", "--gpu-gb", 200, "--json")
+        assert json.loads(recipe.output)["device_state"]["bytes"] >= least
+
+
+def test_plan_of_auto_needs_to_know_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_offload.environment.gpus", list)
+    result = invoke("plan", "--params", "7e9", "--device-state-bytes", "auto")
+    assert result.exit_code == 2 and "--gpu-gb" in result.output + (result.stderr or "")
+
+
 def test_plan_of_several_ranks_on_a_node_adds_up_their_host_memory() -> None:
     asked = ("plan", "--params", "7e9", "--host-gb", 500, "--ranks-per-node")
     figures = json.loads(invoke(*asked, 8, "--json").output)
@@ -227,6 +246,8 @@ BAD = [
     ("plan --params 7e9 --trainable 8e9", 2, "more than the model's"),
     ("plan --params 7e9 --model x", 2, "given twice"),
     ("plan --params 7e9 --weight-bytes 3", 2, "neither 2 nor 4"),
+    ("plan --params 7e9 --device-state-bytes lots", 2, "--device-state-bytes='lots'"),
+    ("plan --params 7e9 --device-state-bytes -1", 2, "not a number of bytes"),
     ("plan", 2, "no model is given"),
     ("run nowhere.py", 2, "no such file"),
     ("run -m no.where", 2, "no such module"),

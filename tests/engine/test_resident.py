@@ -240,6 +240,24 @@ def test_weights_that_no_hook_guards_are_there_when_step_returns() -> None:
     optimizer.close()
 
 
+@pytest.mark.parametrize("mode", ["in_order", "overlapped"])
+def test_parameters_that_are_views_of_one_tensor_may_have_their_state_in_both_places(mode: str) -> None:
+    """They share a version counter, which moves for all of them when one is written."""
+    found = []
+    for nbytes in (0, 12 * 80):
+        whole = torch.linspace(-1, 1, 200)
+        model = nn.ParameterList([nn.Parameter(w) for w in whole.split(50)])
+        optimizer = OffloadAdam(model.parameters(), config=settings(mode, device_state_bytes=nbytes), model=model)
+        for k in range(3):
+            handmade(model, k)
+            optimizer.step()
+        optimizer.synchronize()
+        assert optimizer.reseed() == 0
+        found.append(weights(model))
+        optimizer.close()
+    assert same(*found)
+
+
 def test_the_first_units_weights_are_new_as_soon_as_step_returns() -> None:
     """Nobody waits for what is on its way: it is the device that has done it."""
     model, optimizer = run("overlapped", 12 * 80)

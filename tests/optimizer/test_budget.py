@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_offload import OffloadAdam, OffloadConfig, hostmem, procfs
 from hf_offload.engine.budget import Budget
-from hf_offload.errors import HostMemoryError
+from hf_offload.errors import ConfigError, HostMemoryError
 from hf_offload.hostmem import HostMemory
 from support.optimizer import Bag, config, give, gradients, offload, snapshot, train
 
@@ -312,3 +312,56 @@ def test_a_real_limit_on_address_space_is_seen_before_it_bites() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
     assert "host memory='ulimit -v'" in text and "ulimit -v unlimited" in text
+
+
+# ---- state that stays on the device
+
+
+def test_what_stays_on_a_cpu_counts_as_its_memory_but_not_under_the_users_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = {"device_state_bytes": 12 * 500}
+    machine(monkeypatch, STATE + RING)
+    OffloadAdam(params(), config=config(max_host_bytes=12 * 1000 + RING, **half)).close()
+    machine(monkeypatch, STATE + RING - 1)
+    text = refusal(params(), config=config(**half))
+    assert re.search(r"state on the device +0.00 GB \(6000 bytes\)", text)
+    machine(monkeypatch, STATE + RING)
+    text = refusal(params(), config=config(max_host_bytes=12 * 1000 + RING - 1, **half))
+    assert text.startswith("max_host_bytes=")
+
+
+def test_what_stays_on_a_gpu_takes_none_of_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = Budget(config(device_state_bytes=1))
+    mine = params()
+    machine(monkeypatch, 12 * 1000 + RING)
+    budget.check_construction(mine[:1])
+    budget.check_binding(mine[:1], 0)
+    with pytest.raises(HostMemoryError):
+        budget.check_binding(mine[:1], 0, here=6000)
+
+
+def test_at_binding_what_stays_counts_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = params()
+    machine(monkeypatch, 10**9)
+    optimizer = offload(mine, settings={"device_state_bytes": 12 * 500})
+    give(mine, gradients(0, mine))
+    machine(monkeypatch, STATE - 1)
+    with pytest.raises(HostMemoryError, match="state on the device"):
+        optimizer.step()
+    assert not optimizer.engine.arenas
+    machine(monkeypatch, STATE)
+    optimizer.step()
+    assert optimizer.stats().device_bytes["optimizer"] == 12 * 500
+    optimizer.close()
+
+
+def test_more_than_a_gpu_has_left_is_refused_before_anything_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = params()
+    optimizer = offload(mine, settings={"device_state_bytes": 12 * 500})
+    monkeypatch.setattr(optimizer.engine.placement.memory, "free_bytes", lambda: 5999)
+    give(mine, gradients(0, mine))
+    with pytest.raises(ConfigError, match=r"device_state_bytes=6000: .* takes 6000 bytes, and cpu has 5999 left. Give"):
+        optimizer.step()
+    assert not optimizer.engine.arenas
+    monkeypatch.setattr(optimizer.engine.placement.memory, "free_bytes", lambda: 6000)
+    optimizer.step()
+    optimizer.close()
