@@ -18,6 +18,7 @@ from hf_offload import __version__
 from hf_offload.checkpoint_cli import checkpoint_app
 from hf_offload.command import EXIT_CODES, REFUSED, Debug, JsonOut, complain, guarded
 from hf_offload.errors import ConfigError
+from hf_offload.predict_cli import bench_predict
 
 app = typer.Typer(
     name="hf-offload",
@@ -51,7 +52,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 
 def main() -> None:
     """Entry point of the console script."""
-    if sys.argv[1:3] == ["bench", "pipeline"]:
+    if sys.argv[1:3] in (["bench", "pipeline"], ["bench", "predict"]):
         from hf_offload.bench import streaming_copies
 
         streaming_copies.start_anew()
@@ -392,6 +393,9 @@ def bench_pipeline(
         typer.echo(json.dumps(report.as_json(result), indent=2))
     else:
         report.print_result(_console(), result)
+
+
+bench_app.command("predict", epilog=EXIT_CODES)(bench_predict)
 
 
 @app.command()

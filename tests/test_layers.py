@@ -20,7 +20,19 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"hf_offload": "hf_offload", "kernels": "hf_offload.kernels", "callbacks": "hf_offload.callbacks"}
 
 # layer -> (its modules, the third-party packages it may import); every layer may import the leaves and those above it
-LEAVES = ("errors", "config", "planner", "hostmem", "ranks", "preflight", "autoload", "optim_args", "timeline")
+LEAVES = (
+    "errors",
+    "config",
+    "planner",
+    "hostmem",
+    "ranks",
+    "preflight",
+    "autoload",
+    "optim_args",
+    "timeline",
+    "fluid",
+    "simulation",
+)
 LAYERS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "kernels": (("kernels",), frozenset({"numpy", "numba", "llvmlite"})),
     "transport": (("transport",), frozenset({"numpy"})),
@@ -34,7 +46,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "cli": (
         ("cli", "launch", "recipe", "recipes", "strict_yaml", "models", "model_shapes", "data", "training", "planning",
          "report", "environment", "bench", "timeline_plot", "command", "checkpoint_cli", "checkpoint_model",
-         "checkpoint_report"),
+         "checkpoint_report", "calibration", "measuring", "measuring_host", "prediction", "predict_cli"),
         frozenset({"numpy", "torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "yaml",
                    "rich", "typer", "click"}),
     ),
