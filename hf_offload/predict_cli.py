@@ -1,17 +1,81 @@
-"""`hf-offload bench predict`: whether the planner is right, as a command."""
+"""What the command line says of predicted step times: in `hf-offload plan`, and in `bench predict`. Imports late."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hf_offload.command import Debug, JsonOut, guarded
 from hf_offload.errors import ConfigError, explain
+
+if TYPE_CHECKING:
+    from hf_offload.planning import Answer, Asked
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a calibration says about a plan: a `calibrating.Told`, or None, and what hinders it."""
+
+    found: Any = None
+    note: str | None = None
+    plot: Path | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For `plan --json`: nothing where there is no calibration."""
+        if self.found is None:
+            return {}
+        from hf_offload import calibrating
+
+        return {"prediction": calibrating.as_json(self.found)}
+
+    def print(self, console: Console) -> None:
+        if self.note is not None:
+            console.print(f"[yellow]Note:[/] {escape(self.note)}", highlight=False)
+        if self.found is None:
+            return
+        from hf_offload import calibrating, report
+
+        data, found = calibrating.as_json(self.found), self.found.calibration
+        rows = " and ".join(map(str, found.rows))
+        about = f"Measured {calibrating.made(found)} with {rows} rows of {found.seq_len:,} tokens: {self.found.path}"
+        console.print()
+        report.print_predictions(console, data["schedules"], data["hidden_from_tokens"], about)
+        for note in data["notes"]:
+            console.print(f"[yellow]Note:[/] {escape(note)}", highlight=False)
+        if self.plot is not None:
+            console.print(f"Wrote {self.plot}", highlight=False, markup=False)
+
+
+def told(asked: Asked, answer: Answer, calibrate: bool, file: Path | None, plot: Path | None) -> Told:
+    """Calibrate if that is asked for, predict if there is a calibration, draw if that is asked for.
+
+    Raises:
+        ConfigError: as `calibrating.for_plan`; nothing is calibrated, and there is to be a plot; as `prediction_plot`.
+    """
+    if asked.params is not None and not (calibrate or file or plot):
+        return Told()
+    from hf_offload import calibrating
+
+    if plot is not None:
+        from hf_offload import prediction_plot
+
+        prediction_plot.check(plot)  # before a minute of measuring
+    console = Console(stderr=True)
+    with console.status("") as status:
+        found, note = calibrating.for_plan(asked, answer.plan.workload, calibrate, file, status.update)
+    if plot is not None:
+        if found is None:
+            cause = note or "this model was not calibrated on this machine"
+            raise ConfigError(explain("--plot", str(plot), cause, "Add --calibrate"))
+        prediction_plot.draw(found, plot)
+    return Told(found, note, plot)
 
 
 @guarded

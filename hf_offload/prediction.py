@@ -37,8 +37,9 @@ class Prediction:
 
     Attributes:
         schedule: a name of `simulation.SCHEDULES`.
-        step: from a step's begin to the next one's; compute: of that, forward and backward.
-        exposed: the rest, in which the device has nothing to do.
+        step: from a step's begin to the next one's.
+        compute: what forward and backward take alone.
+        exposed: the rest: what the optimizer adds.
     """
 
     schedule: str

@@ -143,7 +143,7 @@ class Outcome:
 
     Attributes:
         step: from a step's begin to the next one's.
-        compute: of that, forward and backward, as long as they take beside the host's work.
+        compute: what forward and backward take alone, with nobody beside them.
     """
 
     step: float
@@ -151,7 +151,7 @@ class Outcome:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the device had nothing to do."""
+        """What the optimizer adds to the compute, by standing in its way or by slowing it down."""
         return self.step - self.compute
 
 
@@ -178,10 +178,8 @@ def simulate(
     _cover(run.buckets, shadow_bytes)
     run.world.run()
     assert len(run.begun) == STEPS + 1, "the simulation stands still"
-    return Outcome(
-        (run.begun[STEPS] - run.begun[STEPS - COUNTED]) / COUNTED,
-        (run.computed[STEPS] - run.computed[STEPS - COUNTED]) / COUNTED,
-    )
+    compute = accumulation * sum(unit.forward + unit.backward for unit in units)
+    return Outcome((run.begun[STEPS] - run.begun[STEPS - COUNTED]) / COUNTED, compute)
 
 
 def _cover(buckets: Sequence[_Bucket], shadow_bytes: int | None) -> None:
@@ -220,7 +218,6 @@ class _Run:
         self.of_unit = [[b for b in self.buckets if b.unit == u] for u in range(len(units))]
         self.params = sum(b.size.params for b in self.buckets)
         self.begun: list[float] = []  # when each step began
-        self.computed: list[float] = []  # seconds of compute until then
         self.jobs: Mailbox[tuple[str, _Bucket | None, Signal]] = Mailbox(self.world)
         self.lanes = {name: Mailbox[tuple[int, Signal]](self.world) for name in ("down", "up")}
         self.free_slots = deque(range(slots))
@@ -235,21 +232,15 @@ class _Run:
     # ---- the training thread, and the device
 
     def train(self) -> Process:
-        compute = 0.0
         for _ in range(STEPS + 1):
             self.begun.append(self.world.now)
-            self.computed.append(compute)
             for micro in range(self.accumulation):
                 for u, unit in enumerate(self.units):
                     for bucket in self.of_unit[u]:
                         yield bucket.arrived
-                    began = self.world.now
                     yield Work(DEVICE, unit.forward)
-                    compute += self.world.now - began
                 for u in reversed(range(len(self.units))):
-                    began = self.world.now
                     yield Work(DEVICE, self.units[u].backward)
-                    compute += self.world.now - began
                     if self.way.streamed:
                         yield from self.send_gradients(u, last=micro == self.accumulation - 1)
             yield from self.step()

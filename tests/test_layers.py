@@ -46,7 +46,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "cli": (
         ("cli", "launch", "recipe", "recipes", "strict_yaml", "models", "model_shapes", "data", "training", "planning",
          "report", "environment", "bench", "timeline_plot", "command", "checkpoint_cli", "checkpoint_model",
-         "checkpoint_report", "calibration", "measuring", "measuring_host", "prediction", "predict_cli"),
+         "checkpoint_report", "calibration", "measuring", "measuring_host", "prediction", "predict_cli",
+         "prediction_plot", "calibrating", "subjects"),
         frozenset({"numpy", "torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "yaml",
                    "rich", "typer", "click"}),
     ),
@@ -56,6 +57,7 @@ WORLDS = {
     "hf_offload.transport.cuda": frozenset({"numpy", "cupy"}),
     "hf_offload.kernels.cuda": frozenset({"numpy", "cupy"}),
     "hf_offload.timeline_plot": frozenset({"matplotlib"}),
+    "hf_offload.prediction_plot": frozenset({"matplotlib"}),
 }
 # what a leaf reaches for by name, late: (module, import) -> why
 LATE = {
