@@ -391,10 +391,11 @@ def _beside(subject: Subject, rows: int, bench: Bench) -> dict[str, float]:
         note(DEVICE, kind, middle(mine))
         if theirs:
             note(kind, DEVICE, middle(theirs))
-    with kept_busy(bench.move_all, "d2h", subject.settle) as theirs:
-        mine = repeat(bench.step_all, BESIDE_S)
-    note(HOST, COPY, middle(mine))
-    note(COPY, HOST, middle(theirs))
+    with kept_busy(bench.step_all, "step", subject.settle) as theirs:
+        mine = repeat(bench.move_all, BESIDE_S)
+    note(COPY, HOST, middle(mine))
+    if theirs:
+        note(HOST, COPY, middle(theirs))
     return rates
 
 
