@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,8 +132,7 @@ def folder() -> Path:
 
 def path_for(model: Mapping[str, Any], machine: Mapping[str, Any]) -> Path:
     """The file of one model on one machine."""
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", str(model.get("name", "model"))).strip("-.")[-40:] or "model"
-    return folder() / f"{name}-{digest(model)}-{digest(machine)}.json"
+    return folder() / f"{model['digest']}-{digest(machine)}.json"
 
 
 def save(found: Calibration, path: Path) -> None:
@@ -200,7 +198,7 @@ def find(model: Mapping[str, Any], machine: Mapping[str, Any]) -> Calibration | 
     path = path_for(model, machine)
     if path.is_file():
         return load(path, machine, model)
-    others = sorted(path.parent.glob(f"*-{digest(model)}-*.json"))
+    others = sorted(path.parent.glob(f"{model['digest']}-*.json"))
     return load(others[-1], machine, model) if others else None
 
 
@@ -216,7 +214,7 @@ def _read(path: Path) -> Calibration:
         if given["format"] != FORMAT:
             raise ValueError(f"format {shown(given['format'])}, and this version reads {FORMAT}")
         return _built(given)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         remedy = f"Delete it. {AGAIN}"
         raise ConfigError(explain("calibration", str(path), f"the file is damaged ({what})", remedy)) from None

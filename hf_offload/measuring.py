@@ -37,6 +37,8 @@ WARM, REPEATS = 2, 7
 SECONDS = 12.0
 """What the steps of one batch size may take; from three repeats on it ends there."""
 LATENCIES, LATENCY_BYTES = 40, 1024
+IDLE_S = 1e-3
+"""Seconds of quiet before each of the small copies: a thread that has just worked wakes up sooner than in training."""
 BESIDE_S = 1.0
 WIDEST = 0.15
 """The widest spread of a figure that is stored: interquartile range over median."""
@@ -319,6 +321,7 @@ class _Lab:
         found: tuple[list[float], list[float]] = ([], [])
         for _ in range(LATENCIES):
             for times, start in zip(found, (transport.to_host, transport.to_device)):
+                time.sleep(IDLE_S)
                 begin = time.perf_counter()
                 start(segments, 0, None).wait(60.0)
                 times.append(time.perf_counter() - begin)
@@ -359,6 +362,8 @@ def _beside(subject: Subject, rows: int, bench: Bench) -> dict[str, float]:
             subject.forward(rows).backward()  # type: ignore[no-untyped-call]
             subject.synchronize()
             found.append(time.perf_counter() - begin)
+            for p in subject.model.parameters():
+                p.grad = None
         return found
 
     def repeat(once: Callable[[], float], at_least: float) -> list[float]:

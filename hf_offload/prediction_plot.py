@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import ConfigError, explain
+from hf_offload.report import duration
 
 if TYPE_CHECKING:
     from hf_offload.calibrating import Told
@@ -54,6 +55,7 @@ def figure(told: Told) -> Any:
     axes = made.add_axes((0.09, 0.13, 0.88, 0.76))
     compute = next(c for c in told.curves if c.schedule == "in_order")
     axes.fill_between(compute.tokens, compute.compute, color="#dddddd", linewidth=0, label="compute alone", zorder=0)
+    vanished: list[tuple[int, str, str]] = []
     for curve in told.curves:
         if curve.schedule not in _COLORS:
             continue
@@ -62,16 +64,23 @@ def figure(told: Told) -> Any:
         if curve.vanishes_at is not None:
             at = curve.tokens.index(curve.vanishes_at)
             axes.plot([curve.tokens[at]], [curve.steps[at]], "o", color=color, markersize=7, zorder=4)
+            vanished.append((curve.vanishes_at, curve.schedule, color))
     axes.axvline(told.work.tokens, color="#333333", linewidth=0.8, linestyle=":", zorder=0)
     axes.annotate("this plan", (told.work.tokens, 1.0), (3, -11), xycoords=("data", "axes fraction"),
                   textcoords="offset points", fontsize=9, color="#333333")  # fmt: skip
+    for line, (tokens, schedule, color) in enumerate(sorted(vanished, reverse=True)):
+        axes.text(0.98, 0.04 + 0.05 * line, f"{schedule}: hidden from {tokens:,} tokens", color=color, fontsize=9,
+                  ha="right", transform=axes.transAxes)  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        formatter(lambda seconds, _: duration(seconds))
+    axes.tick_params(axis="y", which="both", labelsize=8)
     axes.set_ylim(bottom=min(compute.compute) * 0.8)
     axes.set_xlim(compute.tokens[0], compute.tokens[-1])
     axes.set_xticks(compute.tokens[::2], [f"{n:,}" for n in compute.tokens[::2]], fontsize=9)
     axes.set_xlabel("tokens in a micro-batch", fontsize=10)
-    axes.set_ylabel("seconds a step", fontsize=10)
+    axes.set_ylabel("time of a step", fontsize=10)
     axes.legend(frameon=False, fontsize=9, loc="upper left")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
