@@ -76,7 +76,7 @@ class Trained:
     def _ready(self, model: Any) -> Any:
         model.tie_weights()
         if self.checkpointing:
-            model.gradient_checkpointing_enable()
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
             if self.freeze:
                 model.enable_input_require_grads()
         return model

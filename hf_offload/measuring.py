@@ -177,7 +177,7 @@ class Stepped:
 
 def measure(
     subject: Subject, config: OffloadConfig, rows: tuple[int, int], model: dict[str, Any],
-    *, widest: float = WIDEST, say: Callable[[str], None] = lambda text: None,
+    *, widest: float | None = None, say: Callable[[str], None] = lambda text: None,
 ) -> Calibration:  # fmt: skip
     """Calibrate this machine with a model.
 
@@ -185,7 +185,7 @@ def measure(
         config: bucket size, ring and threads as in training; an emulated link is left out, see `calibration.Link`.
         rows: two batch sizes.
         model: what `Calibration.model` is to be.
-        widest: the widest spread that is let through.
+        widest: the widest spread that is let through; None: WIDEST.
         say: told what is being done.
 
     Raises:
@@ -217,7 +217,7 @@ def measure(
         "norm": Measured.of([s.norm / params for s in steps]),
         **{f"kernel {name}": found for name, found in kernels.items()},
     }
-    _refuse_busy(figures, busy.others(), widest)
+    _refuse_busy(figures, busy.others(), WIDEST if widest is None else widest)
     host = HostCost(**{**{n: k.value for n, k in kernels.items()}, "step": figures["host step"].value,
                        "norm": figures["norm"].value})  # fmt: skip
     return Calibration(

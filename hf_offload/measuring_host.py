@@ -32,7 +32,7 @@ class Measured:
 
     Attributes:
         value: the median.
-        spread: interquartile range over median; 0 of fewer than three.
+        spread: interquartile range over median; 0 of a single one.
     """
 
     value: float
@@ -41,7 +41,7 @@ class Measured:
     @classmethod
     def of(cls, values: Sequence[float]) -> Measured:
         middle = statistics.median(values)
-        if len(values) < 3 or middle <= 0:
+        if len(values) < 2 or middle <= 0:
             return cls(middle, 0.0)
         low, _, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(middle, (high - low) / middle)

@@ -28,10 +28,16 @@ def facts(name: str, model: nn.Module, device: str, wire: str | None = None) -> 
     told = {
         "units": [_by_wire([p for p in unit.params if p.requires_grad], wire) for unit in find_units(model).units],
         "frozen": sum(p.numel() for p in model.parameters() if not p.requires_grad),
-        "checkpointing": bool(getattr(model, "is_gradient_checkpointing", False)),
+        "checkpointing": checkpointing(model),
         "device": device,
     }
     return {"name": name, "digest": digest(told), "device": device, "checkpointing": told["checkpointing"]}
+
+
+def checkpointing(model: nn.Module) -> bool:
+    """Whether it computes activations again in the backward. transformers has given that a new name."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    return next((bool(getattr(model, name)) for name in names if hasattr(model, name)), False)
 
 
 def _by_wire(params: Sequence[Tensor], wire: str | None) -> dict[str, int]:

@@ -140,7 +140,7 @@ class Result:
         return max(abs(cell.error) for cell in self.cells)
 
 
-def calibrate(setting: Setting, widest: float, say: Callable[[str], None]) -> Calibration:
+def calibrate(setting: Setting, widest: float | None, say: Callable[[str], None]) -> Calibration:
     """The calibration of the emulated model."""
     cell = setting.cell(1.0, 1)
     memory = cell.memory()
@@ -152,7 +152,7 @@ def calibrate(setting: Setting, widest: float, say: Callable[[str], None]) -> Ca
         return measuring.measure(subject, setting.config(), CALIBRATED, facts, widest=widest, say=say)
 
 
-def run(setting: Setting, widest: float = measuring.WIDEST, say: Callable[[str], None] = lambda text: None) -> Result:
+def run(setting: Setting, widest: float | None = None, say: Callable[[str], None] = lambda text: None) -> Result:
     """Calibrate, then measure every cell.
 
     Raises:
