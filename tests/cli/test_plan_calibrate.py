@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from hf_offload import cli, measuring
+from hf_offload import calibrating, cli, measuring
 from hf_offload.simulation import SCHEDULES
 
 TINY = """
@@ -35,6 +35,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in {"WARM": 1, "REPEATS": 2, "LATENCIES": 2, "BESIDE_S": 0.005}.items():
         monkeypatch.setattr(measuring, name, value)
     monkeypatch.setattr(measuring, "_refuse_busy", lambda *given: None)
+    monkeypatch.setattr(calibrating, "CURVE_POINTS", 3)
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY, encoding="utf-8")
     return path
