@@ -81,10 +81,11 @@ class Trained:
                 model.enable_input_require_grads()
         return model
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, offload: OffloadConfig) -> dict[str, Any]:
+        """What a calibration of it is kept by."""
         from hf_offload.subjects import facts
 
-        return facts(self.name, self.on_meta(), self.device, self.weights)
+        return facts(self.name, self.on_meta(), self.device, offload, self.weights)
 
 
 def of_recipe(spec: Recipe, args: Any, name: str) -> Trained:
@@ -93,6 +94,8 @@ def of_recipe(spec: Recipe, args: Any, name: str) -> Trained:
 
     if spec.model.config is not None:
         config = models.scratch_config(spec.model.config, "model.config")
+    elif spec.model.shape is not None and not recipe.looks_local(spec.model.path or ""):
+        config = models.scratch_config(spec.model.shape, "model.shape")  # needs no hub
     else:
         config = models.pretrained_config(spec.model.path or "", "model.path", spec.model.trust_remote_code)
     mixed = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
@@ -137,7 +140,7 @@ def calibrate(
     models.quiet()
     say("Building the model ...")
     model = trained.built()
-    about = facts(trained.name, model, trained.device)
+    about = facts(trained.name, model, trained.device, offload)
     autocast = None if trained.autocast is None else getattr(torch, trained.autocast)
     few = max(1, work.batch // 2)
     subject = ModelSubject(model, work.seq_len, autocast)
@@ -147,13 +150,13 @@ def calibrate(
     return found, path
 
 
-def find(trained: Trained, file: Path | None) -> tuple[Calibration, Path] | None:
+def find(trained: Trained, offload: OffloadConfig, file: Path | None) -> tuple[Calibration, Path] | None:
     """The stored calibration of a model on this machine; None where there is none.
 
     Raises:
         ConfigError: a damaged file, or one of another machine or model.
     """
-    about, machine = trained.facts(), calibration.fingerprint()
+    about, machine = trained.facts(offload), calibration.fingerprint()
     if file is not None:
         return calibration.load(file, machine, about), file
     found = calibration.find(about, machine)
@@ -229,7 +232,7 @@ def of_run(name: str, trainer: Any, spec: Recipe, summary: Mapping[str, Any]) ->
 
     measured = summary["seconds_per_step"]
     device = "cuda" if summary["transport"] == "cuda" else "cpu"
-    about, machine = facts(name, trainer.model, device), calibration.fingerprint()
+    about, machine = facts(name, trainer.model, device, spec.offload), calibration.fingerprint()
     try:
         found = calibration.find(about, machine)
     except ConfigError as error:
@@ -271,7 +274,7 @@ def for_plan(
         return None, None
     try:
         trained, offload = _asked_for(asked, plan)
-        found = calibrate(trained, offload, plan, file, say) if measure else find(trained, file)
+        found = calibrate(trained, offload, plan, file, say) if measure else find(trained, offload, file)
     except ConfigError as error:
         if wanted:
             raise

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload import environment
+from hf_offload.config import OffloadConfig
 from hf_offload.errors import ConfigError, explain, shown
 from hf_offload.simulation import HostCost, LinkCost
 
@@ -62,8 +63,6 @@ class Engine:
     Attributes:
         step_s: the training thread's, a step: without the kernels and the copies it may wait for.
         bucket_s: the step's thread's, a bucket.
-        streamed_s: what taking each gradient during backward costs the training thread more, a step; where a device
-            computes meanwhile, it hides.
     """
 
     step_s: float
@@ -112,6 +111,11 @@ def fingerprint() -> dict[str, Any]:
         "gpus": [name for name, _ in environment.gpus()],
         "versions": {name: found[name] for name in FIT_VERSIONS if name in found},
     }
+
+
+def state_dtype(config: OffloadConfig) -> str:
+    """How the engine holds m and v."""
+    return str(getattr(config, "state_dtype", "float32"))
 
 
 def digest(facts: Mapping[str, Any]) -> str:

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_offload.bench.busy import BusyCores
-from hf_offload.calibration import Calibration, Engine, Link, UnitCost, fingerprint
+from hf_offload.calibration import Calibration, Engine, Link, UnitCost, fingerprint, state_dtype
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.plan import ParamSpec, plan_buckets
 from hf_offload.engine.tensors import WIRE
@@ -29,6 +29,7 @@ from hf_offload.errors import ConfigError, explain
 from hf_offload.measuring_host import Bench, Measured, kept_busy
 from hf_offload.optimizer import OffloadAdam
 from hf_offload.simulation import COPY, DEVICE, HOST, HostCost, LinkCost
+from hf_offload.stopwatch import Passed, Stopwatch, Subject
 from hf_offload.transport import Segment
 
 SAMPLE = 24_000_000
@@ -44,118 +45,6 @@ WIDEST = 0.15
 """The widest spread of a figure that is stored: interquartile range over median."""
 BUSIEST = 0.25
 """Cores other programs may keep busy meanwhile."""
-
-
-class Subject(Protocol):
-    """A model on a device, and how it is made to compute."""
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of a row."""
-        ...
-
-    def forward(self, rows: int) -> Tensor:
-        """Ask for the forward of a micro-batch of so many rows; the loss."""
-        ...
-
-    def mark(self) -> Any:
-        """A point in the device's time: when all it was asked for so far will be done."""
-        ...
-
-    def between(self, first: Any, second: Any) -> float:
-        """Seconds between two marks. Call it after `synchronize`."""
-        ...
-
-    def synchronize(self) -> None:
-        """Return when the device has done all it was asked for."""
-        ...
-
-    def settle(self) -> None:
-        """New threads of the engine are there: bind them to cores, if that is to be."""
-        ...
-
-    def join(self, optimizer: OffloadAdam) -> None:
-        """An optimizer was made for the model."""
-        ...
-
-
-@dataclass(frozen=True)
-class Passed:
-    """One micro-batch: seconds of each unit's forward and backward."""
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.forward) + sum(self.backward)
-
-
-class Stopwatch:
-    """Hooks that mark where each unit's forward begins and when its last gradient is there."""
-
-    def __init__(self, subject: Subject, units: UnitMap) -> None:
-        self._subject, self._count = subject, len(units.units)
-        self._starts: dict[int, Any] = {}
-        self._ends: dict[int, Any] = {}
-        self._handles: list[Any] = []
-        self._forward = False
-        for guard in units.guards:
-            self._handles.append(guard.module.register_forward_pre_hook(self._starting(sorted(guard.units))))
-        for u, unit in enumerate(units.units):
-            for p in unit.params:
-                if p.requires_grad:
-                    self._handles.append(p.register_post_accumulate_grad_hook(self._ending(u)))
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def run(self, rows: int) -> Passed:
-        """One micro-batch, timed."""
-        subject = self._subject
-        self._starts, self._ends = {}, {}
-        subject.synchronize()
-        begin, self._forward = subject.mark(), True
-        loss = subject.forward(rows)
-        middle, self._forward = subject.mark(), False
-        loss.backward()  # type: ignore[no-untyped-call]
-        end = subject.mark()
-        subject.synchronize()
-        return Passed(self._split(begin, middle, forward=True), self._split(middle, end, forward=False))
-
-    def _starting(self, units: list[int]) -> Callable[..., None]:
-        def hook(*args: Any) -> None:
-            if self._forward:
-                for u in units:
-                    if u not in self._starts:
-                        self._starts[u] = self._subject.mark()
-
-        return hook
-
-    def _ending(self, u: int) -> Callable[..., None]:
-        def hook(p: Tensor) -> None:
-            self._ends[u] = self._subject.mark()
-
-        return hook
-
-    def _split(self, begin: Any, end: Any, forward: bool) -> tuple[float, ...]:
-        """The time from `begin` to `end` by unit. What lies outside the marks goes to the first or the last unit."""
-        marks = self._starts if forward else self._ends
-        at = sorted((self._subject.between(begin, mark), u) for u, mark in marks.items())
-        whole = self._subject.between(begin, end)
-        found = [0.0] * self._count
-        if not at:
-            found[0] = whole
-        for k, (seconds, u) in enumerate(at):
-            if forward:
-                found[u] += (at[k + 1][0] if k + 1 < len(at) else whole) - (seconds if k else 0.0)
-            else:
-                found[u] += (whole if k + 1 == len(at) else seconds) - (at[k - 1][0] if k else 0.0)
-        return tuple(max(0.0, seconds) for seconds in found)
 
 
 @dataclass(frozen=True)
@@ -196,44 +85,79 @@ def measure(
     plain = dataclasses.replace(config, schedule="in_order", stream_gradients=False, shadow_bytes=0, timeline=None,
                                 accumulate_dtype="wire", link_gb_s=None, link_latency_us=0.0, poison=False)  # fmt: skip
     units = find_units(subject.model)
-    sizes = bucket_sizes(units, config.bucket_bytes)
-    with _stepping(subject, units, plain) as lab:
+    trained = _train(subject, units, plain, rows, say)
+    say("The host's kernels ...")
+    bench = Bench(_sample(bucket_sizes(units, config.bucket_bytes)), _wire(units), trained.threads)
+    kernels = bench.measure()
+    say("Compute and host step side by side ...")
+    rates = _beside(subject, rows[0], bench, copies=trained.transport == "host")
+    figures = {**trained.figures(), **{f"kernel {name}": found for name, found in kernels.items()}}
+    _refuse_busy(figures, busy.others(), WIDEST if widest is None else widest)
+    alone = {name: found.value for name, found in kernels.items()}
+    return Calibration(
+        machine=fingerprint(),
+        model=model,
+        units=_unit_costs(units, trained.passes, rows, subject.seq_len),
+        seq_len=subject.seq_len,
+        rows=rows,
+        threads=trained.threads,
+        state_dtype=state_dtype(config),
+        host=_host_cost(alone, figures["host step"].value, figures["norm"].value),
+        link=_link(trained.transport, trained.steps, trained.nbytes, trained.latencies),
+        engine=_engine(trained.steps, trained.buckets, trained.latencies),
+        rates=rates,
+        spread={name: found.spread for name, found in figures.items()},
+    )
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What the steps *in order* showed.
+
+    Attributes:
+        passes: micro-batches by their number of rows; steps: one after each.
+        latencies: of small copies down and up.
+        threads: of the host step; transport: its name.
+        params, buckets, nbytes: parameters stepped, their buckets, and their bytes on the wire.
+    """
+
+    passes: dict[int, list[Passed]]
+    steps: list[Stepped]
+    latencies: tuple[list[float], list[float]]
+    threads: int
+    transport: str
+    params: int
+    buckets: int
+    nbytes: int
+
+    def figures(self) -> dict[str, Measured]:
+        """What was repeated: seconds, and seconds a parameter."""
+        return {
+            **{f"compute of {n} rows": Measured.of([p.seconds for p in found]) for n, found in self.passes.items()},
+            "host step": Measured.of([s.host_step / self.params for s in self.steps]),
+            "norm": Measured.of([s.norm / self.params for s in self.steps]),
+        }
+
+
+def _train(
+    subject: Subject, units: UnitMap, config: OffloadConfig, rows: tuple[int, int], say: Callable[[str], None]
+) -> _Trained:
+    with _stepping(subject, units, config) as lab:
         passes, steps = {}, []
         for count in rows:
             say(f"Steps with {count} rows of {subject.seq_len} tokens ...")
             passes[count], stepped = lab.steps(count)
             steps += stepped
         say("The link's latency ...")
-        latencies = lab.latencies()
-        threads, params, buckets = lab.threads, lab.params, lab.buckets
-    say("The host's kernels ...")
-    bench = Bench(_sample(sizes), _wire(units), threads)
-    kernels = bench.measure()
-    say("Compute and host step side by side ...")
-    rates = _beside(subject, rows[1], bench)
-    figures = {
-        **{f"compute of {count} rows": Measured.of([p.seconds for p in found]) for count, found in passes.items()},
-        "host step": Measured.of([s.host_step / params for s in steps]),
-        "norm": Measured.of([s.norm / params for s in steps]),
-        **{f"kernel {name}": found for name, found in kernels.items()},
-    }
-    _refuse_busy(figures, busy.others(), WIDEST if widest is None else widest)
-    host = HostCost(**{**{n: k.value for n, k in kernels.items()}, "step": figures["host step"].value,
-                       "norm": figures["norm"].value})  # fmt: skip
-    return Calibration(
-        machine=fingerprint(),
-        model=model,
-        units=_unit_costs(units, passes, rows, subject.seq_len),
-        seq_len=subject.seq_len,
-        rows=rows,
-        threads=threads,
-        state_dtype="float32",
-        host=host,
-        link=_link(lab.transport_name, steps, lab.nbytes, latencies),
-        engine=_engine(steps, buckets, latencies),
-        rates=rates,
-        spread={name: found.spread for name, found in figures.items()},
-    )
+        return _Trained(
+            passes, steps, lab.latencies(), lab.threads, lab.transport_name, lab.params, lab.buckets, lab.nbytes
+        )
+
+
+def _host_cost(kernels: dict[str, float], step: float, norm: float) -> HostCost:
+    """The kernels alone, but for the step, which is the engine's; a guess does the same over twice the state, and
+    is scaled as the step is, whatever the dtype of the state."""
+    return HostCost(**{**kernels, "guess": kernels["guess"] * step / kernels["step"], "step": step, "norm": norm})
 
 
 def bucket_sizes(units: UnitMap, bucket_bytes: int) -> list[int]:
@@ -351,8 +275,12 @@ def _stepping(subject: Subject, units: UnitMap, config: OffloadConfig) -> Iterat
             p.grad = None
 
 
-def _beside(subject: Subject, rows: int, bench: Bench) -> dict[str, float]:
-    """The speed at which each of two kinds of work goes on beside the other, as a part of its own."""
+def _beside(subject: Subject, rows: int, bench: Bench, copies: bool) -> dict[str, float]:
+    """The speed at which each of two kinds of work goes on beside the other, as a part of its own.
+
+    Args:
+        copies: whether copies take a core of the host.
+    """
 
     def compute(at_least: float) -> list[float]:
         found: list[float] = []
@@ -382,9 +310,9 @@ def _beside(subject: Subject, rows: int, bench: Bench) -> dict[str, float]:
         HOST: middle(repeat(bench.step_all, BESIDE_S / 2)),
         COPY: middle(repeat(bench.move_all, BESIDE_S / 4)),
     }
-    works: dict[str, tuple[str, Callable[[], float]]] = {
-        HOST: ("step", bench.step_all), COPY: ("d2h", bench.move_all)
-    }  # fmt: skip
+    works: dict[str, tuple[str, Callable[[], float]]] = {HOST: ("step", bench.step_all)}
+    if copies:
+        works[COPY] = "d2h", bench.move_all
     rates: dict[str, float] = {}
 
     def note(one: str, other: str, seconds: float) -> None:
@@ -396,11 +324,12 @@ def _beside(subject: Subject, rows: int, bench: Bench) -> dict[str, float]:
         note(DEVICE, kind, middle(mine))
         if theirs:
             note(kind, DEVICE, middle(theirs))
-    with kept_busy(bench.step_all, "step", subject.settle) as theirs:
-        mine = repeat(bench.move_all, BESIDE_S)
-    note(COPY, HOST, middle(mine))
-    if theirs:
-        note(HOST, COPY, middle(theirs))
+    if copies:
+        with kept_busy(bench.step_all, "step", subject.settle) as theirs:
+            mine = repeat(bench.move_all, BESIDE_S)
+        note(COPY, HOST, middle(mine))
+        if theirs:
+            note(HOST, COPY, middle(theirs))
     return rates
 
 

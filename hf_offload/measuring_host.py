@@ -54,10 +54,11 @@ class Bench:
         sizes: parameters of each bucket.
         wire: their dtype on the wire.
         threads: of the host step.
-        state_dtype: how m and v are held. float32 is what there is; what else there will be is made here.
+
+    The state is float32 here, whatever the engine's is: `measuring` scales what reads and writes all of it.
     """
 
-    def __init__(self, sizes: Sequence[int], wire: str, threads: int, state_dtype: str = "float32") -> None:
+    def __init__(self, sizes: Sequence[int], wire: str, threads: int) -> None:
         total, item = sum(sizes), WIRE_ITEMSIZE[wire]
         self.wire, self.threads, self.params = wire, threads, total
         self._buckets = [slice(end - n, end) for n, end in zip(sizes, np.cumsum(sizes).tolist())]

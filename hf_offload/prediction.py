@@ -62,7 +62,7 @@ def predict(found: Calibration, config: OffloadConfig, work: Work, schedules: It
 def predict_as_trained(found: Calibration, config: OffloadConfig, work: Work, ran: str) -> Prediction:
     """The step of the schedule that a run's figures name, as `overlapped+streamed+speculative`.
 
-    Speculation is taken to hit where nothing clips, since then all guesses are right, as is the last step's scale.
+    Guesses are taken to be right, as they are in steps that are not clipped.
     """
     outcome = _outcome(way_of(ran), units_of(found, config, work), costs_of(found, config), config, work)
     return _prediction(ran, outcome)

@@ -1,4 +1,4 @@
-"""A transformers model as a `measuring.Subject`, on a CPU or a GPU: random tokens, and marks in the device's time."""
+"""A transformers model as a `stopwatch.Subject`, on a CPU or a GPU: random tokens, and marks in the device's time."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_offload.calibration import digest
+from hf_offload.calibration import digest, state_dtype
+from hf_offload.config import OffloadConfig
 from hf_offload.engine.tensors import WIRE
 from hf_offload.engine.units import find_units
 from hf_offload.errors import ConfigError, explain
 from hf_offload.optimizer import OffloadAdam
 
 
-def facts(name: str, model: nn.Module, device: str, wire: str | None = None) -> dict[str, Any]:
+def facts(name: str, model: nn.Module, device: str, offload: OffloadConfig, wire: str | None = None) -> dict[str, Any]:
     """What of a model a calibration is kept by: its units, what it is trained in, and on what kind of device.
 
     Args:
         name: for people; not part of the digest.
         device: its type, cpu or cuda.
+        offload: the settings that a host step depends on: its threads, and how it holds the state.
         wire: dtype of the trainable weights; None: each one's own.
     """
     told = {
@@ -30,6 +32,8 @@ def facts(name: str, model: nn.Module, device: str, wire: str | None = None) -> 
         "frozen": sum(p.numel() for p in model.parameters() if not p.requires_grad),
         "checkpointing": checkpointing(model),
         "device": device,
+        "threads": offload.threads,
+        "state_dtype": state_dtype(offload),
     }
     return {"name": name, "digest": digest(told), "device": device, "checkpointing": told["checkpointing"]}
 

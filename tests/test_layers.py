@@ -47,7 +47,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
         ("cli", "launch", "recipe", "recipes", "strict_yaml", "models", "model_shapes", "data", "training", "planning",
          "report", "environment", "bench", "timeline_plot", "command", "checkpoint_cli", "checkpoint_model",
          "checkpoint_report", "calibration", "measuring", "measuring_host", "prediction", "predict_cli",
-         "prediction_plot", "calibrating", "subjects"),
+         "prediction_plot", "calibrating", "subjects", "stopwatch"),
         frozenset({"numpy", "torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "yaml",
                    "rich", "typer", "click"}),
     ),

@@ -81,7 +81,7 @@ class Setting:
 
 
 class EmulatedSubject:
-    """The emulated model as a `measuring.Subject`."""
+    """The emulated model as a `stopwatch.Subject`."""
 
     seq_len = SEQ_LEN
 

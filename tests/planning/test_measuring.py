@@ -14,10 +14,11 @@ from hf_offload import measuring
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.units import find_units
 from hf_offload.errors import ConfigError
-from hf_offload.measuring import Passed, Stepped, Stopwatch
+from hf_offload.measuring import Stepped
 from hf_offload.measuring_host import Bench, Measured
 from hf_offload.optimizer import OffloadAdam
 from hf_offload.simulation import HostCost
+from hf_offload.stopwatch import Passed, Stopwatch
 
 ABOUT = {"name": "tiny", "digest": "0"}
 
