@@ -14,7 +14,7 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 
-from hf_offload import __version__, bench_cli
+from hf_offload import __version__, bench_cli, predict_cli
 from hf_offload.checkpoint_cli import checkpoint_app
 from hf_offload.command import EXIT_CODES, REFUSED, Debug, JsonOut, complain, guarded
 from hf_offload.errors import ConfigError
@@ -52,7 +52,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 
 def main() -> None:
     """Entry point of the console script."""
-    if sys.argv[1:3] == ["bench", "pipeline"]:
+    if sys.argv[1:3] in (["bench", "pipeline"], ["bench", "predict"]):
         from hf_offload.bench import streaming_copies
 
         streaming_copies.start_anew()
@@ -223,6 +223,18 @@ def plan(
     ranks_per_node: Annotated[
         int, typer.Option(help="Processes, a GPU each, that share the host's memory.", min=1, metavar="N")
     ] = 1,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="Measure this machine with the model, store that, and predict step times."),
+    ] = False,
+    calibration: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Where the calibration is kept. Default: in the user's cache.", metavar="FILE"),
+    ] = None,
+    plot: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Draw predicted step time against batch size: png, svg, pdf ...", metavar="FILE"),
+    ] = None,
     as_json: JsonOut = False,
     debug: Debug = False,
 ) -> None:
@@ -233,6 +245,8 @@ def plan(
     hf-offload plan --params 7e9 --link-gb-s 16 --gpu-gb 80
 
     hf-offload plan qwen2.5_7b_sft --batch 4
+
+    hf-offload plan quickstart --calibrate --plot steps.png
     """
     from hf_offload import planning
 
@@ -258,12 +272,14 @@ def plan(
         ranks_per_node=ranks_per_node,
     )
     answer = planning.answer(asked)
+    told = predict_cli.told(asked, answer, calibrate, calibration, plot)
     if as_json:
-        typer.echo(json.dumps(planning.as_json(answer), indent=2))
+        typer.echo(json.dumps({**planning.as_json(answer), **told.as_json()}, indent=2))
         return
     from hf_offload import report
 
     report.print_plan(_console(), answer.plan, answer.source, answer.assumed, answer.notes)
+    told.print(_console())
 
 
 @recipes_app.command("list")
@@ -407,6 +423,9 @@ def bench_pipeline(
         typer.echo(json.dumps(report.as_json(result), indent=2))
     else:
         report.print_result(_console(), result)
+
+
+bench_app.command("predict", epilog=EXIT_CODES)(predict_cli.bench_predict)
 
 
 @app.command()

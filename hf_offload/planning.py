@@ -204,7 +204,7 @@ def _from_recipe(asked: Asked) -> _Subject:
     from hf_offload import model_shapes, recipe
 
     spec = recipe.load(str(asked.recipe), asked.overrides)
-    args = recipe.training_arguments(spec, output_dir="outputs", **_plannable(spec))
+    args = recipe.training_arguments(spec, output_dir="outputs", **plannable(spec))
     weight_bytes = asked.weight_bytes or _weight_bytes(spec, bool(args.bf16 or args.fp16))
     sketch = model_shapes.of_spec(spec.model, trainable_bytes=weight_bytes)
     # `gradient_checkpointing` has become `activation_checkpointing`; either may be there.
@@ -224,7 +224,7 @@ def _from_recipe(asked: Asked) -> _Subject:
     )
 
 
-def _plannable(spec: Recipe) -> dict[str, Any]:
+def plannable(spec: Recipe) -> dict[str, Any]:
     """A recipe for a GPU can be planned without one: transformers would refuse its bf16 here."""
     import torch
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hf_offload.planner import STATE_BYTES, Plan
@@ -236,6 +237,7 @@ def _outcome_sentences(summary: Mapping[str, Any]) -> list[str]:
     ]
     if summary["tokens_per_second"]:
         sentences.append(f"Speed: {summary['tokens_per_second']:,.0f} tokens per second.")
+    sentences += _prediction_sentences(summary.get("prediction", {}))
     values = losses["values"]
     if len(values) > 1 and values[0] > 0:
         few = min(5, len(values) // 2)  # one batch's loss tells little
@@ -245,6 +247,41 @@ def _outcome_sentences(summary: Mapping[str, Any]) -> list[str]:
         evaluation = f"; evaluation loss {losses['eval_values'][-1]:.3f}" if losses["eval_values"] else ""
         sentences.append(f"[bold]Loss: {first:.3f} to {last:.3f} ({change:+.0%}{over})[/]{evaluation}.")
     return sentences
+
+
+def _prediction_sentences(told: Mapping[str, Any]) -> list[str]:
+    """Prediction beside measurement, or why there is none."""
+    if "missing" in told:
+        return [f"[dim]No prediction: {escape(told['missing'])}[/]"]
+    if not told or not told["measured_seconds_per_step"]:
+        return []
+    return [
+        f"Predicted {duration(told['seconds_per_step'])} a step, measured "
+        f"{duration(told['measured_seconds_per_step'])}: the prediction is off by {told['error']:+.0%}."
+    ]
+
+
+def print_predictions(
+    console: Console, steps: Mapping[str, Mapping[str, float]], hidden_from: Mapping[str, int | None], about: str
+) -> None:
+    """The step of each schedule, as a calibration predicts it.
+
+    Args:
+        steps: step_seconds, compute_seconds and exposed_seconds by schedule.
+        hidden_from: tokens of a micro-batch from which on nothing much is exposed; None: more than was looked at.
+        about: what it was calibrated with.
+    """
+    table = Table(title="One optimizer step, predicted from measurements", title_justify="left", expand=False)
+    table.add_column("schedule", no_wrap=True)
+    for heading in ("step", "compute", "exposed", "hidden from"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, seconds in steps.items():
+        cells = (duration(seconds[f"{what}_seconds"]) for what in ("step", "compute", "exposed"))
+        tokens = hidden_from.get(name)
+        table.add_row(name, *cells, "-" if tokens is None else f"{_tokens(tokens)}")
+    console.print(table)
+    _say(console, "Hidden from: the micro-batch from which on less than 5 % is added to the compute.")
+    _say(console, f"[dim]{escape(about)}[/]")
 
 
 def print_recipes(console: Console, recipes: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from hf_offload import data, environment, models, recipe
+from hf_offload import calibrating, data, environment, models, recipe
 from hf_offload.errors import RecipeError, explain
 from hf_offload.recipe import Recipe
 
@@ -120,6 +120,7 @@ def _train(
         cause = "no step was left to take"
         raise RecipeError(explain("training.max_steps", args.max_steps, cause, "Give more steps or another output_dir"))
     summary = {**figures.summary(), "versions": environment.versions(), "hardware": environment.hardware()}
+    summary["prediction"] = calibrating.of_run(Path(spec.source).stem or "model", trainer, spec, summary)
     path = folder / SUMMARY
     if trainer.is_world_process_zero():
         _write(path, summary)

@@ -21,7 +21,7 @@ FOLDERS = {"hf_offload": "hf_offload", "kernels": "hf_offload.kernels", "callbac
 
 # layer -> (its modules, the third-party packages it may import); every layer may import the leaves and those above it
 LEAVES = ("errors", "config", "planner", "procfs", "hostmem", "cpus", "numa", "ranks", "preflight", "autoload",
-          "optim_args", "timeline")  # fmt: skip
+          "optim_args", "timeline", "fluid", "simulation")  # fmt: skip
 LAYERS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "kernels": (("kernels",), frozenset({"numpy", "numba", "llvmlite"})),
     "transport": (("transport",), frozenset({"numpy"})),
@@ -35,7 +35,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "cli": (
         ("cli", "launch", "recipe", "recipes", "strict_yaml", "models", "model_shapes", "data", "training", "planning",
          "report", "environment", "bench", "timeline_plot", "command", "checkpoint_cli", "checkpoint_model",
-         "checkpoint_report", "bench_cli"),
+         "checkpoint_report", "bench_cli", "calibration", "measuring", "measuring_host", "prediction", "predict_cli",
+         "prediction_plot", "calibrating", "subjects", "stopwatch"),
         frozenset({"numpy", "torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "yaml",
                    "rich", "typer", "click"}),
     ),
@@ -46,6 +47,7 @@ WORLDS = {
     "hf_offload.kernels.cuda": frozenset({"numpy", "cupy"}),
     "hf_offload.timeline_plot": frozenset({"matplotlib"}),
     "hf_offload.bench.step_peers": frozenset({"torch", "deepspeed", "torchao"}),
+    "hf_offload.prediction_plot": frozenset({"matplotlib"}),
 }
 # what a leaf reaches for by name, late: (module, import) -> why
 LATE = {

@@ -19,7 +19,6 @@ import dataclasses
 import gc
 import hashlib
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ import torch
 
 from hf_offload.bench import stages as stage_times
 from hf_offload.bench.bound import Bound, UnitTimes, bound
+from hf_offload.bench.busy import BusyCores
 from hf_offload.bench.cores import ENGINE, Cores, divide, engine_threads, spare, usable_cores
 from hf_offload.bench.emulated import EmulatedModel, Memory, module_sizes
 from hf_offload.config import OffloadConfig
@@ -228,32 +228,6 @@ def thread_seconds() -> dict[str, float]:
     return {t.name.removeprefix(ENGINE): time.clock_gettime(clock_of(t.ident)) for t in ours}
 
 
-class BusyCores:
-    """How many cores other programs kept busy since this was made: figures of a busy machine are worth little."""
-
-    def __init__(self) -> None:
-        self._start = self._now()
-
-    def others(self) -> float | None:
-        """None where the system cannot tell (no /proc/stat)."""
-        if self._start is None or (now := self._now()) is None:
-            return None
-        machine, own, wall = (b - a for a, b in zip(self._start, now))
-        return max(0.0, machine - own) / wall if wall > 0 else 0.0
-
-    @staticmethod
-    def _now() -> tuple[float, float, float] | None:
-        """Seconds all cores were busy (stolen ones too), this process's CPU seconds, the time."""
-        try:
-            with open("/proc/stat", encoding="ascii") as lines:
-                # user nice system idle iowait irq softirq steal, in ticks (man 5 proc)
-                ticks = [int(word) for word in lines.readline().split()[1:9]]
-            machine = (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
-        except (OSError, ValueError):
-            return None
-        return machine, time.process_time(), time.perf_counter()
-
-
 def _train(setting: Setting, model: EmulatedModel, step: Callable[[], None], warm: Callable[[], None]) -> Round:
     """Warm-up steps, `warm()`, then the window: from the start of one step to the start of a later one."""
     x = torch.zeros(1)
@@ -313,7 +287,7 @@ def digest(model: EmulatedModel) -> str:
 
 
 @dataclass(frozen=True)
-class _Lab:
+class Lab:
     """One run: the setting, the memory that all models share, the threads of the host step, the gradients' norm."""
 
     setting: Setting
@@ -419,7 +393,7 @@ def run(setting: Setting, say: Callable[[str], None] = lambda text: None) -> Res
     threads = setting.step_threads
     measured = stage_times.measure(memory, setting.bucket_bytes, setting.ring_slots, setting.link_gb_s, threads)
     gc.collect()
-    lab = _Lab(setting, memory, threads, math.sqrt(float(memory.gradients.float().square().sum())))
+    lab = Lab(setting, memory, threads, math.sqrt(float(memory.gradients.float().square().sum())))
     chosen = {n: c for n, c in CONTENDERS.items() if not setting.schedules or n in setting.schedules}
     rounds: dict[str, list[Round]] = {name: [] for name in (NONE, *chosen)}
     for number in range(setting.rounds):

@@ -1,0 +1,164 @@
+"""The host's kernels and copies, timed alone and beside other work: one part of a calibration."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hf_offload.bench.cores import ENGINE, STEP_THREAD
+from hf_offload.engine.plan import WIRE_ITEMSIZE
+from hf_offload.engine.tensors import NUMPY_WIRE
+from hf_offload.kernels import cpu
+from hf_offload.simulation import PART
+from hf_offload.transport.host import PART_BYTES
+
+BITS = 0x3A
+"""What every byte of a gradient is: 7e-4 as bfloat16 and float32. Denormal squares would be slower than real ones."""
+PASSES = 5
+"""Passes over the sample that are timed, after one that touches the memory."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Repeated measures of one thing.
+
+    Attributes:
+        value: the median.
+        spread: interquartile range over median; 0 of a single one.
+    """
+
+    value: float
+    spread: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Measured:
+        middle = statistics.median(values)
+        if len(values) < 2 or middle <= 0:
+            return cls(middle, 0.0)
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(middle, (high - low) / middle)
+
+
+class Bench:
+    """State, gradients and weights of a sample of buckets, and the engine's kernels on them.
+
+    Args:
+        sizes: parameters of each bucket.
+        wire: their dtype on the wire.
+        threads: of the host step.
+
+    The state is float32 here, whatever the engine's is: `measuring` scales what reads and writes all of it.
+    """
+
+    def __init__(self, sizes: Sequence[int], wire: str, threads: int) -> None:
+        total, item = sum(sizes), WIRE_ITEMSIZE[wire]
+        self.wire, self.threads, self.params = wire, threads, total
+        self._buckets = [slice(end - n, end) for n, end in zip(sizes, np.cumsum(sizes).tolist())]
+        self._state = [np.full(total, 1e-3, np.float32) for _ in range(3)]
+        self._shadow = [np.zeros(total, np.float32) for _ in range(3)]
+        self._gradients = np.full(total * item, BITS, np.uint8).view(NUMPY_WIRE[wire])
+        self._made = np.zeros(total * item, np.uint8).view(NUMPY_WIRE[wire])
+        largest = max(sizes)
+        self._slot, self._room = (np.full(largest * item, BITS, np.uint8).view(NUMPY_WIRE[wire]) for _ in range(2))
+        self._row = cpu.coefficients(
+            lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=100, grad_scale=1.0, decoupled=True,
+            maximize=False,
+        )[None]  # fmt: skip
+
+    def measure(self) -> dict[str, Measured]:
+        """Seconds a parameter, by the names of `simulation.HostCost`, `norm` excepted."""
+        works: dict[str, Callable[[slice, int], Any]] = {
+            "step": self._step, "guess": self._guess, "put": self._put, "add": self._add, "squares": self._squares,
+            "narrow": self._narrow, "take": self._take,
+        }  # fmt: skip
+        return {name: self._passes(work) for name, work in works.items()}
+
+    def step_all(self) -> float:
+        """One host step of the whole sample; its seconds."""
+        return self._once(self._step)
+
+    def move_all(self) -> float:
+        """One copy of the sample's gradients, as the host transport moves them; its seconds."""
+        begin = time.perf_counter()
+        to, source, nbytes = self._made.ctypes.data, self._gradients.ctypes.data, self._made.nbytes
+        for at in range(0, nbytes, PART_BYTES):
+            ctypes.memmove(to + at, source + at, min(PART_BYTES, nbytes - at))
+        return time.perf_counter() - begin
+
+    def _passes(self, work: Callable[[slice, int], Any]) -> Measured:
+        found = [self._once(work) for _ in range(PASSES + 1)]
+        return Measured.of([seconds / self.params for seconds in found[1:]])
+
+    def _once(self, work: Callable[[slice, int], Any]) -> float:
+        spent = 0.0
+        for at in self._buckets:
+            n = at.stop - at.start
+            self._slot[:n] = self._gradients[at]  # as after a copy: just written
+            begin = time.perf_counter()
+            work(at, n)
+            spent += time.perf_counter() - begin
+        return spent
+
+    def _step(self, at: slice, n: int) -> None:
+        state = [s[at] for s in self._state]
+        bounds = np.array([0, n], np.int64)
+        cpu.adam_step(
+            *state, self._slot[:n], self._room[:n], bounds, self._row, wire=self.wire, threads=self.threads
+        )  # fmt: skip
+
+    def _guess(self, at: slice, n: int) -> None:
+        for low in range(at.start, at.stop, PART):
+            part = slice(low, min(low + PART, at.stop))
+            bounds = np.array([0, part.stop - part.start], np.int64)
+            now, then = ((s[0][part], s[1][part], s[2][part]) for s in (self._state, self._shadow))
+            cpu.adam_step_into(
+                now, then, self._gradients[part], self._made[part], bounds, self._row, wire=self.wire,
+                threads=self.threads,
+            )  # fmt: skip
+
+    def _put(self, at: slice, n: int) -> None:
+        cpu.put(self._slot[:n], self._gradients[at], self.wire, self.wire, self.threads)
+
+    def _add(self, at: slice, n: int) -> None:
+        cpu.add(self._slot[:n], self._gradients[at], self.wire, self.wire, self.threads)
+
+    def _squares(self, at: slice, n: int) -> None:
+        cpu.sum_of_squares(self._gradients[at], self.wire, self.threads)
+
+    def _narrow(self, at: slice, n: int) -> None:
+        cpu.narrow(self._state[0][at], self._room[:n], self.wire, self.threads)
+
+    def _take(self, at: slice, n: int) -> None:
+        self._room[:n] = self._made[at]
+
+
+@contextmanager
+def kept_busy(once: Callable[[], float], name: str, started: Callable[[], None]) -> Iterator[list[float]]:
+    """In here a thread repeats `once()`; its results go into the list that is given out.
+
+    Args:
+        name: whose work it stands for: the step's thread (`step`) or a copy's (`d2h`).
+        started: called once the thread runs.
+    """
+    stop, results = threading.Event(), []
+
+    def repeat() -> None:
+        while not stop.is_set():
+            results.append(once())
+
+    thread = threading.Thread(target=repeat, name=STEP_THREAD if name == "step" else f"{ENGINE}{name}", daemon=True)
+    thread.start()
+    try:
+        started()
+        yield results
+    finally:
+        stop.set()
+        thread.join()

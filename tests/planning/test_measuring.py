@@ -1,0 +1,236 @@
+"""What a calibration measures: whose time is whose, what is refused, what is left behind. No timing is asserted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_offload import measuring
+from hf_offload.config import OffloadConfig
+from hf_offload.engine.units import find_units
+from hf_offload.errors import ConfigError
+from hf_offload.measuring import Stepped
+from hf_offload.measuring_host import Bench, Measured
+from hf_offload.optimizer import OffloadAdam
+from hf_offload.simulation import HostCost
+from hf_offload.stopwatch import Passed, Stopwatch
+
+ABOUT = {"name": "tiny", "digest": "0"}
+
+
+class _Takes(torch.autograd.Function):
+    """Passes `forward` seconds on the clock in forward, `backward` in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, clock: list[float], forward: float, backward: float) -> Tensor:
+        ctx.clock, ctx.backward_s, ctx.weight = clock, backward, weight
+        clock[0] += forward
+        return x + 0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.clock[0] += ctx.backward_s
+        return grads[0], torch.ones_like(ctx.weight), None, None, None
+
+
+class Slow(nn.Module):
+    def __init__(self, clock: list[float], forward: float, backward: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+        self.taken = clock, forward, backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Takes.apply(x, self.weight, *self.taken)
+        return out
+
+
+class Model(nn.Module):
+    """An embedding, three blocks, a head; block 1 is frozen. `outside`: seconds before the first module."""
+
+    def __init__(self, outside: float = 0.0) -> None:
+        super().__init__()
+        self.clock = [0.0]
+        self.outside = outside
+        self.embedding = Slow(self.clock, 1, 2)
+        self.blocks = nn.ModuleList(Slow(self.clock, 10 * (k + 1), 20 * (k + 1)) for k in range(3))
+        self.blocks[1].weight.requires_grad_(False)
+        self.head = Slow(self.clock, 3, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock[0] += self.outside
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class Fake:
+    """A subject whose clock is the model's."""
+
+    seq_len = 4
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.settled = 0
+        self.optimizer: OffloadAdam | None = None
+
+    def forward(self, rows: int) -> Tensor:
+        return self.model(torch.zeros(1, requires_grad=True)).sum()
+
+    def mark(self) -> float:
+        return self.model.clock[0]
+
+    def between(self, first: float, second: float) -> float:
+        return second - first
+
+    def synchronize(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    def join(self, optimizer: OffloadAdam) -> None:
+        self.optimizer = optimizer
+
+
+def test_forward_and_backward_are_told_apart_by_unit() -> None:
+    subject = Fake(Model())
+    watch = Stopwatch(subject, find_units(subject.model))
+    for _ in range(2):
+        # the frozen block has no gradient: its backward counts to what comes after it, the first block's
+        assert watch.run(1) == Passed((1, 10, 20, 30, 3), (2, 20 + 40, 0, 60, 6))
+
+
+def test_no_time_is_lost() -> None:
+    """What passes before the first module is the first unit's."""
+    subject = Fake(Model(outside=100))
+    found = Stopwatch(subject, find_units(subject.model)).run(1)
+    assert found.forward == (101, 10, 20, 30, 3)
+    assert found.seconds == subject.model.clock[0]
+
+
+def test_a_closed_stopwatch_leaves_no_hook() -> None:
+    model = Model()
+    watch = Stopwatch(Fake(model), find_units(model))
+    assert any(m._forward_pre_hooks for m in model.modules())
+    watch.close()
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WARM": 1, "REPEATS": 3, "LATENCIES": 3, "BESIDE_S": 0.005}.items():
+        monkeypatch.setattr(measuring, name, value)
+    monkeypatch.setattr(measuring, "_refuse_busy", lambda *given: None)
+
+
+@pytest.mark.parametrize("sample", [measuring.SAMPLE, 100])
+def test_a_whole_calibration(quick: None, monkeypatch: pytest.MonkeyPatch, sample: int) -> None:
+    """Also of a model that is larger than the sample: a part of it is stepped, and no gradient stays of the rest."""
+    monkeypatch.setattr(measuring, "SAMPLE", sample)
+    subject, said = Fake(Model()), list[str]()
+    before = {name: p.clone() for name, p in subject.model.named_parameters()}
+    threads = set(threading.enumerate())
+    slow_link = {"link_gb_s": 0.001, "link_latency_us": 1e5}
+    config = OffloadConfig(schedule="overlapped", stream_gradients=True, threads=1, **slow_link)
+    found = measuring.measure(subject, config, (1, 3), ABOUT, say=said.append)
+
+    assert [(u.params, u.wire) for u in found.units] == [(64, "bfloat16"), (64, "bfloat16"), (0, "bfloat16")] + [
+        (64, "bfloat16")
+    ] * 2
+    # the same time whatever the rows: all of it fixed
+    assert [u.forward for u in found.units] == [(1, 0), (10, 0), (20, 0), (30, 0), (3, 0)]
+    assert [u.backward for u in found.units] == [(2, 0), (60, 0), (0, 0), (60, 0), (6, 0)]
+    assert (found.threads, found.rows, found.seq_len, found.model) == (1, (1, 3), 4, ABOUT)
+    assert all(getattr(found.host, name) > 0 for name in HostCost.__slots__)
+    assert found.link.transport == "host" and found.link.emulates
+    assert 0 < found.link.down.latency < 0.05, "the emulated link, of 100 ms, is left out"
+    kinds = ("device", "host", "copy")
+    assert set(found.rates) == {f"{a} beside {b}" for a in kinds for b in kinds if a != b}
+    assert all(0 < rate <= 1 for rate in found.rates.values())
+    assert subject.settled and subject.optimizer is not None and subject.optimizer.engine.closed
+    assert subject.optimizer.engine.bound == (4 if sample > 100 else 1)
+    assert said
+
+    assert set(threading.enumerate()) <= threads
+    for name, p in subject.model.named_parameters():
+        assert p.grad is None and torch.equal(p, before[name]), name
+
+
+def test_a_busy_machine_is_refused_with_the_figures() -> None:
+    calm, wild = Measured(1.0, 0.02), Measured(1.0, 0.4)
+    measuring._refuse_busy({"host step": calm}, 0.1, 0.15)
+    measuring._refuse_busy({"host step": calm}, None, 0.15)
+    with pytest.raises(ConfigError, match=r"host step 40%; at most 15%\).*Nothing was stored") as caught:
+        measuring._refuse_busy({"host step": wild, "norm": calm}, None, 0.15)
+    assert "norm" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"other programs kept 1\.5 cores busy"):
+        measuring._refuse_busy({"norm": calm}, 1.5, 0.15)
+    measuring._refuse_busy({"host step": wild}, None, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "value", "spread"),
+    [([2.0], 2, 0), ([1.0, 3.0], 2, 0.5), ([1, 2, 3, 4, 5], 3, 2 / 3), ([1, 1, 1, 1, 99], 1, 0)],
+)
+def test_spread_is_the_interquartile_range_over_the_median(values: list[float], value: float, spread: float) -> None:
+    assert Measured.of(values) == Measured(value, pytest.approx(spread))
+
+
+@pytest.mark.parametrize(
+    ("points", "line"),
+    [
+        ([(10, 7.0), (20, 12.0)], (2, 0.5)),
+        ([(10, 5.0), (20, 10.0)], (0, 0.5)),
+        ([(10, 5.0), (20, 5.0)], (5, 0)),
+        # faster with more: noise; nothing is negative
+        ([(10, 5.0), (20, 4.0)], (5, 0)),
+        # more than twice the time of half: through the larger one, and nothing fixed
+        ([(10, 4.0), (20, 10.0)], (0, 0.5)),
+    ],
+)
+def test_the_line_through_two_batch_sizes(points: list[tuple[int, float]], line: tuple[float, float]) -> None:
+    assert measuring._line(points) == pytest.approx(line)
+
+
+def steps(rest: float) -> list[Stepped]:
+    return [Stepped(wall=1 + 2 + 3 + 4 + rest, main=1, norm=9, d2h=2, host_step=3, h2d=4)] * 3
+
+
+def test_what_is_left_of_a_step_in_order_is_the_engines() -> None:
+    found = measuring._engine(steps(10), buckets=4, latencies=([0.25], [0.75]))
+    assert (found.step_s, found.bucket_s) == (1, (10 - 4 * 1.0) / 4)
+    assert measuring._engine(steps(2), 4, ([0.25], [0.75])).bucket_s == 0, "not below nothing"
+
+
+def test_the_link_of_a_gpu_takes_no_core_and_the_hosts_takes_one() -> None:
+    host, cuda = (measuring._link(name, steps(0), 8, ([0.1], [0.2])) for name in ("host", "cuda"))
+    assert (host.emulates, host.down.per_byte, host.down.core_per_byte, host.up.core_per_byte) == (True, 0, 0.25, 0.5)
+    assert (cuda.emulates, cuda.down.per_byte, cuda.up.per_byte, cuda.up.core_per_byte) == (False, 0.25, 0.5, 0)
+    assert (cuda.down.latency, cuda.up.latency) == (0.1, 0.2)
+
+
+@pytest.mark.parametrize(
+    "wire", ["bfloat16", *(pytest.param(w, marks=pytest.mark.slow) for w in ("float16", "float32"))]
+)
+def test_the_kernels_run_on_every_parameter_of_the_sample(wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench([1000, 300], wire, threads=1)
+    seen: list[int] = []
+    works: dict[str, Callable[[slice, int], Any]] = {}
+
+    def spy(self: Bench, work: Callable[[slice, int], Any]) -> Measured:
+        works[work.__name__] = work
+        seen.clear()
+        return Measured.of([self._once(lambda at, n: (seen.append(n), work(at, n)))])
+
+    monkeypatch.setattr(Bench, "_passes", spy)
+    assert set(bench.measure()) | {"norm"} == set(HostCost.__slots__)
+    assert seen == [1000, 300]
+    assert bench.step_all() > 0 and bench.move_all() > 0
