@@ -12,6 +12,10 @@ TAKEN = 99
 """Steps taken before the first one here: bias corrections as in the midst of training."""
 
 
+BUCKET_BYTES = 32 << 20
+"""On the wire, as the engine's default: ours steps bucket by bucket, as the engine does."""
+
+
 class Hyper(TypedDict):
     lr: float
     beta1: float

@@ -36,6 +36,8 @@ def check(name: str, contender: Contender, threads: int) -> None:
     """
     memory = step_memory.make(PARAMS, contender.scratch_bytes, threads)
     wanted, scale = _twin(memory, contender.wire), _twin(_one_sign(memory), contender.wire)
+    if contender.twin is not None:
+        wanted = contender.twin(memory, STEPS)
     stepper = contender.make(memory, threads)
     stepper.begin()
     memory.weight[:] = 0 if contender.fp32_master else memory.weight

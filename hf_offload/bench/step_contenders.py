@@ -12,13 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hf_offload.bench import step_peers
-from hf_offload.bench.step_adam import HYPER, TAKEN, Outcome
+from hf_offload.bench import step_compact, step_peers
+from hf_offload.bench.step_adam import BUCKET_BYTES, HYPER, TAKEN, Outcome
 from hf_offload.bench.step_memory import Memory
 from hf_offload.kernels import cpu
-
-BUCKET_BYTES = 32 << 20
-"""On the wire, as the engine's default: ours steps bucket by bucket, as the engine does."""
 
 
 class Stepper(Protocol):
@@ -49,6 +46,7 @@ class Contender:
         rtol: how far master, m and v may be from `kernels.cpu.reference` (see `step_check`); 0: the same bits.
         scratch_bytes: bytes a parameter it needs beside the shared arrays.
         ours: whether it is this project's.
+        twin: from memory and a number of steps to what they should make; None: `kernels.cpu.reference`'s fp32 AdamW.
         fp32_master: whether the weight is a rounding of a master that it keeps in float32.
     """
 
@@ -59,6 +57,7 @@ class Contender:
     rtol: tuple[float, float, float]
     scratch_bytes: int = 0
     ours: bool = False
+    twin: Callable[[Memory, int], Outcome] | None = None
     fp32_master: bool = True
 
 
@@ -99,6 +98,20 @@ def _ours(wire: str) -> Contender:
     )
 
 
+def _ours_compact(state_dtype: str, wire: str, bytes_per_param: float) -> Contender:
+    return Contender(
+        wire=wire,
+        bytes_per_param=bytes_per_param,
+        counted=f"One pass: reads the float32 master, {state_dtype} m and v and the 16-bit gradient, writes master, m "
+        "and v, rounded stochastically, and the 16-bit weight.",
+        make=lambda memory, threads: step_compact.OurCompact(memory, threads, wire, state_dtype),
+        rtol=(0.0, 0.0, 0.0),
+        scratch_bytes=step_compact.scratch_bytes(state_dtype),
+        ours=True,
+        twin=lambda memory, steps: step_compact.twin(memory, wire, state_dtype, steps),
+    )
+
+
 def _with_casts(peer: type[step_peers.Float32Master], wire: str) -> Contender:
     """A peer that steps float32 with float32 gradients, between the two casts that 16-bit training then needs."""
     return Contender(
@@ -129,6 +142,8 @@ _DS, _TORCH = step_peers.DeepSpeed, step_peers.TorchFused
 CONTENDERS: Mapping[str, Contender] = {
     "ours/float32/bf16": _ours("bfloat16"),
     "ours/float32/fp16": _ours("float16"),
+    "ours/bfloat16/bf16": _ours_compact("bfloat16", "bfloat16", 20),
+    "ours/int8/bf16": _ours_compact("int8", "bfloat16", 16 + 4 / 128),
     "deepspeed/bf16": _with_casts(_DS, "bfloat16"),
     "deepspeed/fp16": _with_casts(_DS, "float16"),
     "deepspeed_fp32grad/bf16": _float32_gradient(_DS, "bfloat16"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_offload.kernels.cpu import roofline
 from hf_offload.kernels.cpu.wire import Array
 
-_TILE = 1 << 16
+TILE = 1 << 16
 """Elements that differ; the arrays repeat them. What is timed does not depend on values that are neither 0, denormal,
 infinite nor NaN."""
 
@@ -85,10 +85,10 @@ def need(params: int, scratch_bytes: int) -> dict[str, int]:
 def make(params: int, scratch_bytes: int, threads: int, seed: int = 0) -> Memory:
     """Arrays with values as in training, each page first touched by a thread that steps it (scratch: by its users)."""
     rng = np.random.default_rng(seed)
-    normal = rng.standard_normal((2, _TILE), np.float32)
+    normal = rng.standard_normal((2, TILE), np.float32)
     master, exp_avg = normal[0] * np.float32(0.02), normal[1] * np.float32(1e-3)
-    exp_avg_sq = (rng.random(_TILE) * 1e-6 + 1e-7).astype(np.float32)
-    sign, exponent, fraction = (rng.integers(low, high, _TILE) for low, high in ((0, 2), (107, 127), (0, 128)))
+    exp_avg_sq = (rng.random(TILE) * 1e-6 + 1e-7).astype(np.float32)
+    sign, exponent, fraction = (rng.integers(low, high, TILE) for low, high in ((0, 2), (107, 127), (0, 128)))
     grad = (sign << 15 | exponent << 7 | fraction).astype(np.uint16)
     tiles = master, exp_avg, exp_avg_sq, grad, np.zeros(1, np.uint16)
     master, exp_avg, exp_avg_sq, grad, weight = (_filled(params, tile, threads) for tile in tiles)
