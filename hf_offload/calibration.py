@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload import environment
-from hf_offload.config import OffloadConfig
 from hf_offload.errors import ConfigError, explain, shown
 from hf_offload.simulation import HostCost, LinkCost
 
@@ -111,11 +110,6 @@ def fingerprint() -> dict[str, Any]:
         "gpus": [name for name, _ in environment.gpus()],
         "versions": {name: found[name] for name in FIT_VERSIONS if name in found},
     }
-
-
-def state_dtype(config: OffloadConfig) -> str:
-    """How the engine holds m and v."""
-    return str(getattr(config, "state_dtype", "float32"))
 
 
 def digest(facts: Mapping[str, Any]) -> str:

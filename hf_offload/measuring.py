@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from hf_offload.bench.busy import BusyCores
-from hf_offload.calibration import Calibration, Engine, Link, UnitCost, fingerprint, state_dtype
+from hf_offload.calibration import Calibration, Engine, Link, UnitCost, fingerprint
 from hf_offload.config import OffloadConfig
+from hf_offload.engine.formats import FORMATS
 from hf_offload.engine.plan import ParamSpec, plan_buckets
 from hf_offload.engine.tensors import WIRE
 from hf_offload.engine.units import UnitMap, find_units
@@ -87,7 +88,9 @@ def measure(
     units = find_units(subject.model)
     trained = _train(subject, units, plain, rows, say)
     say("The host's kernels ...")
-    bench = Bench(_sample(bucket_sizes(units, config.bucket_bytes)), _wire(units), trained.threads)
+    kind = FORMATS[config.state_dtype]
+    sizes = bucket_sizes(units, config.bucket_bytes, kind.block)
+    bench = Bench(_sample(sizes), _wire(units), trained.threads, kind)
     kernels = bench.measure()
     say("Compute and host step side by side ...")
     rates = _beside(subject, rows[0], bench, copies=trained.transport == "host")
@@ -101,7 +104,7 @@ def measure(
         seq_len=subject.seq_len,
         rows=rows,
         threads=trained.threads,
-        state_dtype=state_dtype(config),
+        state_dtype=config.state_dtype,
         host=_host_cost(alone, figures["host step"].value, figures["norm"].value),
         link=_link(trained.transport, trained.steps, trained.nbytes, trained.latencies),
         engine=_engine(trained.steps, trained.buckets, trained.latencies),
@@ -156,17 +159,17 @@ def _train(
 
 def _host_cost(kernels: dict[str, float], step: float, norm: float) -> HostCost:
     """The kernels alone, but for the step, which is the engine's; a guess does the same over twice the state, and
-    is scaled as the step is, whatever the dtype of the state."""
+    is scaled as the step is."""
     return HostCost(**{**kernels, "guess": kernels["guess"] * step / kernels["step"], "step": step, "norm": norm})
 
 
-def bucket_sizes(units: UnitMap, bucket_bytes: int) -> list[int]:
+def bucket_sizes(units: UnitMap, bucket_bytes: int, block: int = 1) -> list[int]:
     """Parameters of each bucket of the engine's plan, in forward order."""
     specs = [
         ParamSpec(p.numel(), WIRE[p.dtype], u)
         for u, unit in enumerate(units.units) for p in unit.params if p.requires_grad
     ]  # fmt: skip
-    return [b.numel for b in plan_buckets(specs, bucket_bytes).buckets]
+    return [b.numel for b in plan_buckets(specs, bucket_bytes, block).buckets]
 
 
 def _sample(sizes: Sequence[int]) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hf_offload.bench.cores import ENGINE, STEP_THREAD
+from hf_offload.engine.formats import FLOAT32, State, StateFormat, Task, blocks_of
 from hf_offload.engine.plan import WIRE_ITEMSIZE
 from hf_offload.engine.tensors import NUMPY_WIRE
 from hf_offload.kernels import cpu
@@ -55,15 +56,15 @@ class Bench:
         wire: their dtype on the wire.
         threads: of the host step.
 
-    The state is float32 here, whatever the engine's is: `measuring` scales what reads and writes all of it.
+        kind: how m and v are held.
     """
 
-    def __init__(self, sizes: Sequence[int], wire: str, threads: int) -> None:
+    def __init__(self, sizes: Sequence[int], wire: str, threads: int, kind: StateFormat = FLOAT32) -> None:
         total, item = sum(sizes), WIRE_ITEMSIZE[wire]
         self.wire, self.threads, self.params = wire, threads, total
         self._buckets = [slice(end - n, end) for n, end in zip(sizes, np.cumsum(sizes).tolist())]
-        self._state = [np.full(total, 1e-3, np.float32) for _ in range(3)]
-        self._shadow = [np.zeros(total, np.float32) for _ in range(3)]
+        self._kind = kind
+        self._state, self._shadow = ([_state_of(kind, n) for n in sizes] for _ in range(2))
         self._gradients = np.full(total * item, BITS, np.uint8).view(NUMPY_WIRE[wire])
         self._made = np.zeros(total * item, np.uint8).view(NUMPY_WIRE[wire])
         largest = max(sizes)
@@ -75,7 +76,7 @@ class Bench:
 
     def measure(self) -> dict[str, Measured]:
         """Seconds a parameter, by the names of `simulation.HostCost`, `norm` excepted."""
-        works: dict[str, Callable[[slice, int], Any]] = {
+        works: dict[str, Callable[[int, slice, int], Any]] = {
             "step": self._step, "guess": self._guess, "put": self._put, "add": self._add, "squares": self._squares,
             "narrow": self._narrow, "take": self._take,
         }  # fmt: skip
@@ -93,51 +94,54 @@ class Bench:
             ctypes.memmove(to + at, source + at, min(PART_BYTES, nbytes - at))
         return time.perf_counter() - begin
 
-    def _passes(self, work: Callable[[slice, int], Any]) -> Measured:
+    def _passes(self, work: Callable[[int, slice, int], Any]) -> Measured:
         found = [self._once(work) for _ in range(PASSES + 1)]
         return Measured.of([seconds / self.params for seconds in found[1:]])
 
-    def _once(self, work: Callable[[slice, int], Any]) -> float:
+    def _once(self, work: Callable[[int, slice, int], Any]) -> float:
         spent = 0.0
-        for at in self._buckets:
+        for k, at in enumerate(self._buckets):
             n = at.stop - at.start
             self._slot[:n] = self._gradients[at]  # as after a copy: just written
             begin = time.perf_counter()
-            work(at, n)
+            work(k, at, n)
             spent += time.perf_counter() - begin
         return spent
 
-    def _step(self, at: slice, n: int) -> None:
-        state = [s[at] for s in self._state]
-        bounds = np.array([0, n], np.int64)
-        cpu.adam_step(
-            *state, self._slot[:n], self._room[:n], bounds, self._row, wire=self.wire, threads=self.threads
-        )  # fmt: skip
+    def _step(self, k: int, at: slice, n: int) -> None:
+        self._kind.step(self._state[k], self._task(self._slot[:n], self._room[:n]))
 
-    def _guess(self, at: slice, n: int) -> None:
-        for low in range(at.start, at.stop, PART):
-            part = slice(low, min(low + PART, at.stop))
-            bounds = np.array([0, part.stop - part.start], np.int64)
-            now, then = ((s[0][part], s[1][part], s[2][part]) for s in (self._state, self._shadow))
-            cpu.adam_step_into(
-                now, then, self._gradients[part], self._made[part], bounds, self._row, wire=self.wire,
-                threads=self.threads,
-            )  # fmt: skip
+    def _guess(self, k: int, at: slice, n: int) -> None:
+        task = self._task(self._gradients[at], self._made[at])
+        for low in range(0, n, PART):
+            self._kind.step_ahead(self._state[k], self._shadow[k], task, (low, min(low + PART, n)))
 
-    def _put(self, at: slice, n: int) -> None:
+    def _task(self, grads: np.ndarray, weights: np.ndarray) -> Task:
+        bounds, noise = np.array([0, grads.size], np.int64), np.zeros((1, cpu.NUM_NOISE), np.uint32)
+        return Task(grads, weights, bounds, self._row, noise, self.wire, None, self.threads)
+
+    def _put(self, k: int, at: slice, n: int) -> None:
         cpu.put(self._slot[:n], self._gradients[at], self.wire, self.wire, self.threads)
 
-    def _add(self, at: slice, n: int) -> None:
+    def _add(self, k: int, at: slice, n: int) -> None:
         cpu.add(self._slot[:n], self._gradients[at], self.wire, self.wire, self.threads)
 
-    def _squares(self, at: slice, n: int) -> None:
+    def _squares(self, k: int, at: slice, n: int) -> None:
         cpu.sum_of_squares(self._gradients[at], self.wire, self.threads)
 
-    def _narrow(self, at: slice, n: int) -> None:
-        cpu.narrow(self._state[0][at], self._room[:n], self.wire, self.threads)
+    def _narrow(self, k: int, at: slice, n: int) -> None:
+        cpu.narrow(self._state[k][0], self._room[:n], self.wire, self.threads)
 
-    def _take(self, at: slice, n: int) -> None:
+    def _take(self, k: int, at: slice, n: int) -> None:
         self._room[:n] = self._made[at]
+
+
+def _state_of(kind: StateFormat, numel: int) -> State:
+    """As after some steps: no zeros, no denormals in masters."""
+    state = tuple(np.zeros(*part) for part in kind.arrays(numel, blocks_of(numel, kind.block)))
+    for array in state if not kind.scaled else state[:1]:
+        array.fill(1e-3 if array.dtype == np.float32 else BITS)
+    return state
 
 
 @contextmanager

@@ -92,12 +92,13 @@ def _outcome(way: Way, units: Sequence[UnitWork], costs: Costs, config: OffloadC
 
 def units_of(found: Calibration, config: OffloadConfig, work: Work) -> list[UnitWork]:
     """The model's units as they are simulated: their buckets cut as the engine cuts them."""
+    from hf_offload.engine.formats import FORMATS
     from hf_offload.engine.plan import ParamSpec, plan_buckets
 
     specs = [ParamSpec(unit.params, unit.wire, u) for u, unit in enumerate(found.units)]
     buckets: list[list[BucketSize]] = [[] for _ in found.units]
     staying = work.resident * found.params
-    for bucket in plan_buckets(specs, config.bucket_bytes).buckets:
+    for bucket in plan_buckets(specs, config.bucket_bytes, FORMATS[found.state_dtype].block).buckets:
         stays = min(bucket.numel, round(staying))
         staying -= stays
         if bucket.numel > stays:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_offload.calibration import digest, state_dtype
+from hf_offload.calibration import digest
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.tensors import WIRE
 from hf_offload.engine.units import find_units
@@ -33,7 +33,7 @@ def facts(name: str, model: nn.Module, device: str, offload: OffloadConfig, wire
         "checkpointing": checkpointing(model),
         "device": device,
         "threads": offload.threads,
-        "state_dtype": state_dtype(offload),
+        "state_dtype": offload.state_dtype,
     }
     return {"name": name, "digest": digest(told), "device": device, "checkpointing": told["checkpointing"]}
 

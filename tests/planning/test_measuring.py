@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_offload import measuring
 from hf_offload.config import OffloadConfig
+from hf_offload.engine.formats import FORMATS
 from hf_offload.engine.units import find_units
 from hf_offload.errors import ConfigError
 from hf_offload.measuring import Stepped
@@ -218,17 +219,21 @@ def test_the_link_of_a_gpu_takes_no_core_and_the_hosts_takes_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "wire", ["bfloat16", *(pytest.param(w, marks=pytest.mark.slow) for w in ("float16", "float32"))]
-)
-def test_the_kernels_run_on_every_parameter_of_the_sample(wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench([1000, 300], wire, threads=1)
+    ("wire", "held"),
+    [("bfloat16", "float32"), ("bfloat16", "int8"),
+     *(pytest.param(w, h, marks=pytest.mark.slow) for w, h in (("float16", "float32"), ("float32", "bfloat16")))],
+)  # fmt: skip
+def test_the_kernels_run_on_every_parameter_of_the_sample(
+    wire: str, held: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench([1000, 300], wire, threads=1, kind=FORMATS[held])
     seen: list[int] = []
-    works: dict[str, Callable[[slice, int], Any]] = {}
+    works: dict[str, Callable[[int, slice, int], Any]] = {}
 
-    def spy(self: Bench, work: Callable[[slice, int], Any]) -> Measured:
+    def spy(self: Bench, work: Callable[[int, slice, int], Any]) -> Measured:
         works[work.__name__] = work
         seen.clear()
-        return Measured.of([self._once(lambda at, n: (seen.append(n), work(at, n)))])
+        return Measured.of([self._once(lambda k, at, n: (seen.append(n), work(k, at, n)))])
 
     monkeypatch.setattr(Bench, "_passes", spy)
     assert set(bench.measure()) | {"norm"} == set(HostCost.__slots__)
