@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from hf_offload.bench import step_peers
 from hf_offload.bench.step_adam import HYPER, TAKEN, Outcome
 from hf_offload.bench.step_memory import Memory
+from hf_offload.config import OffloadConfig
 from hf_offload.kernels import cpu
+from hf_offload.kernels.cpu.wire import Array
 
-BUCKET_BYTES = 32 << 20
-"""On the wire, as the engine's default: ours steps bucket by bucket, as the engine does."""
+BUCKET_BYTES = OffloadConfig().bucket_bytes
+"""On the wire: ours steps bucket by bucket, as the engine does."""
+
+Tolerance = tuple[float, float, float]
+"""Of master, m and v."""
 
 
 class Stepper(Protocol):
@@ -56,14 +61,15 @@ class Contender:
     bytes_per_param: float
     counted: str
     make: Callable[[Memory, int], Stepper]
-    rtol: tuple[float, float, float]
+    rtol: Tolerance
     scratch_bytes: int = 0
     ours: bool = False
     fp32_master: bool = True
 
 
-class OurFloat32:
-    """`kernels.cpu.adam_step`, the engine's kernel, bucket by bucket."""
+class Ours:
+    """A kernel of ours, bucket by bucket. Another state dtype overrides `_step`; `begin`, which lays its m and v into
+    `memory.scratch` from the shared ones, and `outcome`, which reads them back as float32."""
 
     def __init__(self, memory: Memory, threads: int, wire: str) -> None:
         self._memory, self._threads, self._wire = memory, threads, wire
@@ -77,24 +83,34 @@ class OurFloat32:
     def step(self) -> None:
         self._taken += 1
         row = cpu.coefficients(**HYPER, step=self._taken, grad_scale=1.0, decoupled=True, maximize=False)[None]
-        memory = self._memory
         for at in self._buckets:
-            bounds = np.array([0, at.stop - at.start], np.int64)
-            state = (a[at] for a in memory.state)
-            cpu.adam_step(*state, memory.grad[at], memory.weight[at], bounds, row, wire=self._wire,
-                          threads=self._threads)  # fmt: skip
+            self._step(at, np.array([0, at.stop - at.start], np.int64), row)
+
+    def _step(self, at: slice, bounds: Array, row: Array) -> None:
+        """One bucket, the elements `at`; bounds and row as `kernels.cpu.adam_step` has them."""
+        raise NotImplementedError
 
     def outcome(self) -> Outcome:
         return Outcome(*self._memory.state, self._memory.weight)
 
 
-def _ours(wire: str) -> Contender:
+class OurFloat32(Ours):
+    """`kernels.cpu.adam_step`, the engine's kernel for float32 state."""
+
+    def _step(self, at: slice, bounds: Array, row: Array) -> None:
+        memory = self._memory
+        state = (a[at] for a in memory.state)
+        cpu.adam_step(*state, memory.grad[at], memory.weight[at], bounds, row, wire=self._wire, threads=self._threads)
+
+
+def _ours(make: type[Ours], wire: str, bytes_per_param: float, rtol: Tolerance, scratch_bytes: int = 0) -> Contender:
     return Contender(
         wire=wire,
-        bytes_per_param=28,
+        bytes_per_param=bytes_per_param,
         counted="One pass: reads master, m, v and the 16-bit gradient, writes master, m, v and the 16-bit weight.",
-        make=lambda memory, threads: OurFloat32(memory, threads, wire),
-        rtol=(0.0, 0.0, 0.0),
+        make=lambda memory, threads: make(memory, threads, wire),
+        rtol=rtol,
+        scratch_bytes=scratch_bytes,
         ours=True,
     )
 
@@ -125,10 +141,11 @@ def _float32_gradient(peer: type[step_peers.Float32Master], wire: str) -> Conten
     )
 
 
+_SAME_BITS = (0.0, 0.0, 0.0)
 _DS, _TORCH = step_peers.DeepSpeed, step_peers.TorchFused
 CONTENDERS: Mapping[str, Contender] = {
-    "ours/float32/bf16": _ours("bfloat16"),
-    "ours/float32/fp16": _ours("float16"),
+    "ours/float32/bf16": _ours(OurFloat32, "bfloat16", 28, _SAME_BITS),
+    "ours/float32/fp16": _ours(OurFloat32, "float16", 28, _SAME_BITS),
     "deepspeed/bf16": _with_casts(_DS, "bfloat16"),
     "deepspeed/fp16": _with_casts(_DS, "float16"),
     "deepspeed_fp32grad/bf16": _float32_gradient(_DS, "bfloat16"),
@@ -153,8 +170,3 @@ CONTENDERS: Mapping[str, Contender] = {
         fp32_master=False,
     ),
 }
-
-
-def described(names: Mapping[str, Contender] = CONTENDERS) -> dict[str, dict[str, Any]]:
-    """What each contender's figures count, as plain data."""
-    return {name: {"bytes_per_param": c.bytes_per_param, "counted": c.counted} for name, c in names.items()}
