@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
+from hf_offload.config import OffloadConfig
 from hf_offload.errors import UnsupportedError
 from hf_offload.kernels.cpu.wire import Array
 
@@ -12,8 +13,8 @@ TAKEN = 99
 """Steps taken before the first one here: bias corrections as in the midst of training."""
 
 
-BUCKET_BYTES = 32 << 20
-"""On the wire, as the engine's default: ours steps bucket by bucket, as the engine does."""
+BUCKET_BYTES = OffloadConfig().bucket_bytes
+"""On the wire: ours steps bucket by bucket, as the engine does."""
 
 
 class Hyper(TypedDict):

@@ -13,8 +13,8 @@ from hf_offload.errors import OffloadError, explain
 from hf_offload.kernels import cpu
 from hf_offload.kernels.cpu import reference
 
-PARAMS = 70_003
-"""Enough that every contender runs in parallel; odd, so that tails are run, too."""
+PARAMS = 200_003
+"""Enough that every contender runs in parallel, and in several tiles on two threads; odd, so that tails run, too."""
 
 STEPS = 2
 

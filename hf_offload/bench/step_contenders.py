@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
-
-from hf_offload.bench import step_compact, step_peers
-from hf_offload.bench.step_adam import BUCKET_BYTES, HYPER, TAKEN, Outcome
+from hf_offload.bench import step_ours, step_peers
+from hf_offload.bench.step_adam import Outcome
 from hf_offload.bench.step_memory import Memory
-from hf_offload.kernels import cpu
+
+Tolerance = tuple[float, float, float]
+"""Of master, m and v."""
 
 
 class Stepper(Protocol):
@@ -54,46 +54,21 @@ class Contender:
     bytes_per_param: float
     counted: str
     make: Callable[[Memory, int], Stepper]
-    rtol: tuple[float, float, float]
+    rtol: Tolerance
     scratch_bytes: int = 0
     ours: bool = False
     twin: Callable[[Memory, int], Outcome] | None = None
     fp32_master: bool = True
 
 
-class OurFloat32:
-    """`kernels.cpu.adam_step`, the engine's kernel, bucket by bucket."""
-
-    def __init__(self, memory: Memory, threads: int, wire: str) -> None:
-        self._memory, self._threads, self._wire = memory, threads, wire
-        self._taken = TAKEN
-        size = BUCKET_BYTES // 2
-        self._buckets = [slice(at, min(at + size, memory.params)) for at in range(0, memory.params, size)]
-
-    def begin(self) -> None:
-        """Nothing of it is in the scratch."""
-
-    def step(self) -> None:
-        self._taken += 1
-        row = cpu.coefficients(**HYPER, step=self._taken, grad_scale=1.0, decoupled=True, maximize=False)[None]
-        memory = self._memory
-        for at in self._buckets:
-            bounds = np.array([0, at.stop - at.start], np.int64)
-            state = (a[at] for a in memory.state)
-            cpu.adam_step(*state, memory.grad[at], memory.weight[at], bounds, row, wire=self._wire,
-                          threads=self._threads)  # fmt: skip
-
-    def outcome(self) -> Outcome:
-        return Outcome(*self._memory.state, self._memory.weight)
-
-
-def _ours(wire: str) -> Contender:
+def _ours(wire: str, bytes_per_param: float, rtol: Tolerance, scratch_bytes: int = 0) -> Contender:
     return Contender(
         wire=wire,
-        bytes_per_param=28,
+        bytes_per_param=bytes_per_param,
         counted="One pass: reads master, m, v and the 16-bit gradient, writes master, m, v and the 16-bit weight.",
-        make=lambda memory, threads: OurFloat32(memory, threads, wire),
-        rtol=(0.0, 0.0, 0.0),
+        make=lambda memory, threads: step_ours.OurFloat32(memory, threads, wire),
+        rtol=rtol,
+        scratch_bytes=scratch_bytes,
         ours=True,
     )
 
@@ -104,11 +79,11 @@ def _ours_compact(state_dtype: str, wire: str, bytes_per_param: float) -> Conten
         bytes_per_param=bytes_per_param,
         counted=f"One pass: reads the float32 master, {state_dtype} m and v and the 16-bit gradient, writes master, m "
         "and v, rounded stochastically, and the 16-bit weight.",
-        make=lambda memory, threads: step_compact.OurCompact(memory, threads, wire, state_dtype),
+        make=lambda memory, threads: step_ours.OurCompact(memory, threads, wire, state_dtype),
         rtol=(0.0, 0.0, 0.0),
-        scratch_bytes=step_compact.scratch_bytes(state_dtype),
+        scratch_bytes=step_ours.scratch_bytes(state_dtype),
         ours=True,
-        twin=lambda memory, steps: step_compact.twin(memory, wire, state_dtype, steps),
+        twin=lambda memory, steps: step_ours.twin(memory, wire, state_dtype, steps),
     )
 
 
@@ -138,10 +113,11 @@ def _float32_gradient(peer: type[step_peers.Float32Master], wire: str) -> Conten
     )
 
 
+_SAME_BITS = (0.0, 0.0, 0.0)
 _DS, _TORCH = step_peers.DeepSpeed, step_peers.TorchFused
 CONTENDERS: Mapping[str, Contender] = {
-    "ours/float32/bf16": _ours("bfloat16"),
-    "ours/float32/fp16": _ours("float16"),
+    "ours/float32/bf16": _ours("bfloat16", 28, _SAME_BITS),
+    "ours/float32/fp16": _ours("float16", 28, _SAME_BITS),
     "ours/bfloat16/bf16": _ours_compact("bfloat16", "bfloat16", 20),
     "ours/int8/bf16": _ours_compact("int8", "bfloat16", 16 + 4 / 128),
     "deepspeed/bf16": _with_casts(_DS, "bfloat16"),
@@ -168,8 +144,3 @@ CONTENDERS: Mapping[str, Contender] = {
         fp32_master=False,
     ),
 }
-
-
-def described(names: Mapping[str, Contender] = CONTENDERS) -> dict[str, dict[str, Any]]:
-    """What each contender's figures count, as plain data."""
-    return {name: {"bytes_per_param": c.bytes_per_param, "counted": c.counted} for name, c in names.items()}

@@ -92,8 +92,8 @@ def peers(result: Result, name: str) -> list[str]:
 
 def print_result(console: Console, result: Result) -> None:
     """Tables and sentences; fits 80 columns."""
-    _say(console, f"[bold]The host step of {result.setting.params:,} parameters[/] on {result.threads} threads, "
-         f"{result.setting.rounds} rounds; medians")  # fmt: skip
+    _say(console, f"[bold]The host step of {result.setting.params:,} parameters[/], threads: {result.threads}, "
+         f"rounds: {result.setting.rounds}; medians")  # fmt: skip
     console.print(_rates(result))
     if (ratios := _ratios(result)) is not None:
         console.print(ratios)

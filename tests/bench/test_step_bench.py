@@ -25,8 +25,9 @@ from hf_offload.bench import step_threads as threads_of
 from hf_offload.bench.step import Lane, Setting
 from hf_offload.bench.step_adam import MissingPeer, Outcome
 from hf_offload.bench.step_check import WrongResult
-from hf_offload.bench.step_contenders import CONTENDERS, OurFloat32
+from hf_offload.bench.step_contenders import CONTENDERS
 from hf_offload.bench.step_memory import Memory
+from hf_offload.bench.step_ours import OurFloat32
 from hf_offload.errors import ConfigError, HostMemoryError, StateError, UnsupportedError
 from hf_offload.hostmem import HostMemory
 from hf_offload.kernels.cpu import max_threads, reference

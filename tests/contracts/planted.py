@@ -141,7 +141,8 @@ PLANTED = (
             "if cap is not None and", "if False and"),
     Planted("memory is counted at construction only",
             D6 + "memory_that_is_gone_by_the_first_step_is_noticed_before_the_state_is_allocated",
-            "engine/placement.py", "self.budget.check_binding(fresh, taken)"),
+            "engine/placement.py",
+            "self.budget.check_binding(_without(fresh, staying), taken, _on_cpu(device, staying))"),
     Planted("an import pulls in numpy", D6 + "importing_hf_offload_pulls_in_nothing_heavy", "__init__.py",
             "import importlib\nfrom pathlib", "import importlib\nimport numpy\nfrom pathlib"),
     # ---- 7: Hugging Face
@@ -229,7 +230,7 @@ PLANTED = (
             "saved[\"state\"] = {number: plain_entry(entry) for",
             "saved[\"state\"] = {number: {k: t.clone() for k, t in plain_entry(entry).items()} for"),
     Planted("state_dict does not wait", D8 + "state_dict_shows_live_memory_takes_no_step_and_waits", OPTIMIZER,
-            'next step."""\nself.engine.wait_outsider()\nself.engine.settle_state()', 'next step."""'),
+            'stays on a GPU."""\nself.engine.wait_outsider()\nself.engine.settle_state()', 'stays on a GPU."""'),
     Planted("loaded state is the caller's memory", D8 + "load_state_dict_copies", STATE,
             "bound_before)\noptimizer._fill_state()",
             "bound_before)\noptimizer._fill_state()\nfor p, given in fits.entries.items():\n"

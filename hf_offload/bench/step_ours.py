@@ -1,4 +1,4 @@
-"""Ours with m and v in fewer bytes, for `hf-offload bench step`, and the twin that it is compared with."""
+"""Ours, in `hf-offload bench step`, for each way to hold m and v; and what compact state is compared with."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hf_offload.bench.step_adam import BUCKET_BYTES, HYPER, TAKEN, Outcome
 from hf_offload.bench.step_memory import TILE, Memory
 from hf_offload.kernels import cpu
 from hf_offload.kernels.cpu import codecs, reference
+from hf_offload.kernels.cpu.wire import Array
 
 _BLOCK = cpu.BLOCK_OF_STATE
 
@@ -18,30 +19,60 @@ def scratch_bytes(state_dtype: str) -> int:
     return 2 * codec.dtype.itemsize + int(codec.scaled)
 
 
-class OurCompact:
-    """`kernels.cpu.compact_step`, the engine's kernel for such state, bucket by bucket. m and v lie in the scratch."""
+class Ours:
+    """A kernel of ours, bucket by bucket. Each state dtype has its `_step`."""
 
-    def __init__(self, memory: Memory, threads: int, wire: str, state_dtype: str) -> None:
+    def __init__(self, memory: Memory, threads: int, wire: str) -> None:
         self._memory, self._threads, self._wire = memory, threads, wire
-        self._codec, self._taken = cpu.CODECS[state_dtype], TAKEN
-        self._held = _in_scratch(memory, self._codec)
+        self._taken = TAKEN
         size = BUCKET_BYTES // 2
         self._buckets = [slice(at, min(at + size, memory.params)) for at in range(0, memory.params, size)]
+
+    def begin(self) -> None:
+        """Nothing of it is in the scratch."""
+
+    def step(self) -> None:
+        self._taken += 1
+        row = _row(self._taken)
+        for at in self._buckets:
+            self._step(at, np.array([0, at.stop - at.start], np.int64), row)
+
+    def _step(self, at: slice, bounds: Array, row: Array) -> None:
+        """One bucket, the elements `at`; bounds and row as `kernels.cpu.adam_step` has them."""
+        raise NotImplementedError
+
+    def outcome(self) -> Outcome:
+        return Outcome(*self._memory.state, self._memory.weight)
+
+
+class OurFloat32(Ours):
+    """`kernels.cpu.adam_step`, the engine's kernel for float32 state."""
+
+    def _step(self, at: slice, bounds: Array, row: Array) -> None:
+        memory = self._memory
+        state = (a[at] for a in memory.state)
+        cpu.adam_step(*state, memory.grad[at], memory.weight[at], bounds, row, wire=self._wire, threads=self._threads)
+
+
+class OurCompact(Ours):
+    """`kernels.cpu.compact_step`, the engine's kernel for m and v in fewer bytes. They lie in the scratch."""
+
+    def __init__(self, memory: Memory, threads: int, wire: str, state_dtype: str) -> None:
+        super().__init__(memory, threads, wire)
+        self._codec = cpu.CODECS[state_dtype]
+        self._held = _in_scratch(memory, self._codec)
 
     def begin(self) -> None:
         """m and v of the values that the float32 state began with, rounded to nearest."""
         _fill(self._held, _encoded(self._memory, self._codec))
 
-    def step(self) -> None:
-        self._taken += 1
-        row, memory = _row(self._taken), self._memory
-        for at in self._buckets:
-            bounds, noise = np.array([0, at.stop - at.start], np.int64), _noise(at.start, self._taken)
-            state = cpu.CompactState(memory.master[at], _part(self._held, at))
-            cpu.compact_step(
-                state, state, memory.grad[at], memory.weight[at], bounds, row, noise,
-                codec=self._codec, wire=self._wire, threads=self._threads,
-            )  # fmt: skip
+    def _step(self, at: slice, bounds: Array, row: Array) -> None:
+        memory = self._memory
+        state = cpu.CompactState(memory.master[at], _part(self._held, at))
+        cpu.compact_step(
+            state, state, memory.grad[at], memory.weight[at], bounds, row, _noise(at.start, self._taken),
+            codec=self._codec, wire=self._wire, threads=self._threads,
+        )  # fmt: skip
 
     def outcome(self) -> Outcome:
         m, v = codecs.decode(self._held, self._codec)
@@ -62,11 +93,11 @@ def twin(memory: Memory, wire: str, state_dtype: str, steps: int) -> Outcome:
     return Outcome(state.master, m, v, weight)
 
 
-def _row(taken: int) -> np.ndarray:
+def _row(taken: int) -> Array:
     return cpu.coefficients(**HYPER, step=taken, grad_scale=1.0, decoupled=True, maximize=False)[None]
 
 
-def _noise(start: int, taken: int) -> np.ndarray:
+def _noise(start: int, taken: int) -> Array:
     return cpu.noise_rows(0, np.array([0]), np.array([start // _BLOCK]), np.array([taken]))
 
 
