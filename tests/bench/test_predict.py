@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def test_a_run_predicts_and_measures_every_schedule_in_every_cell(quick: None) -
 def test_the_table_tells_what_is_within_ten_percent() -> None:
     cells = (Cell("overlapped", 2.0, 4, 0.109, 0.1, (0.1,)), Cell("delayed", 2.0, 4, 0.085, 0.1, (0.1,)))
     result: Any = predict.Result(TINY, None, cells, 0.0)  # type: ignore[arg-type]
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))
+    console = Console(width=80, record=True, file=io.StringIO())
     predict_cli.print_result(console, result)
     text = " ".join(console.export_text().split())
     assert "+9.0%" in text and "-15.0%" in text
