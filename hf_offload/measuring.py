@@ -274,8 +274,6 @@ def _stepping(subject: Subject, units: UnitMap, config: OffloadConfig) -> Iterat
             yield _Lab(subject, watch, made, set(map(id, chosen)))
     finally:
         watch.close()
-        for p in subject.model.parameters():
-            p.grad = None
 
 
 def _beside(subject: Subject, rows: int, bench: Bench, copies: bool) -> dict[str, float]:

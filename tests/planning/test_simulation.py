@@ -119,6 +119,16 @@ def test_a_ring_holds_back_copies_and_steps() -> None:
     assert exposed("overlapped", units(3), cost, slots=9) == pytest.approx(36)
     # one slot: down 1, stepped 6, up 16; the next was down at 7: stepped 21, up 31; 46
     assert exposed("overlapped", units(3), cost, slots=1) == pytest.approx(46)
+    # and gradients come down into a slot when the ones before have been stepped: 3 x (10 + 5) instead of 30 + 5
+    assert exposed("overlapped", units(3), costs(10, 5, 0), slots=9) == pytest.approx(35)
+    assert exposed("overlapped", units(3), costs(10, 5, 0), slots=1) == pytest.approx(45)
+
+
+def test_delayed_cannot_be_faster_than_the_host() -> None:
+    """100 of host a step, 60 of compute: in the steady state 40 are exposed, whatever was hidden in the first steps."""
+    assert exposed("delayed", units(1, 1), costs(0, 50, 0)) == pytest.approx(40)
+    # `step()` waits for the step before, and only then does what it has to do itself
+    assert exposed("delayed", units(1, 1), costs(0, 50, 0, step_s=5)) == pytest.approx(45)
 
 
 def test_what_the_engine_itself_takes() -> None:
@@ -147,6 +157,8 @@ def test_a_guess_that_is_not_done_is_ended_first() -> None:
     cost = Costs(host=host, down=LinkCost(per_byte=0), up=LinkCost(per_byte=0), step_s=5)
     # ready at 40 = the end; asked for at 45; the first part is under way till 50; then the other two, and 3 to take
     assert exposed("speculative_hit", work, cost, clip=False) == pytest.approx(30 + 3)
+    # a wrong guess is not gone on with: the first part till 50, then the step of all three
+    assert exposed("speculative_miss", work, cost, clip=False) == pytest.approx(10 + 3)
     # asked for at once: no part was begun
     assert exposed("speculative_hit", work, dataclasses.replace(cost, step_s=0), clip=False) == pytest.approx(3)
 
