@@ -17,9 +17,6 @@ from hf_offload.kernels.cpu.codecs import DROPPED, M_RANGE, QUIET_NAN, SHIFT, V_
 from hf_offload.kernels.cpu.dither import BLOCK, TABLE
 from hf_offload.kernels.cpu.lanes import F32, I8, I16, I32, I64, INTS, WIDTH, Lanes, choose
 
-AHEAD = 512
-"""Elements by which memory is asked for before it is used: about a microsecond of one core's work."""
-
 LINE = 64
 VECTORS = range(BLOCK // WIDTH)
 
@@ -34,6 +31,10 @@ class Block:
         noise: what `dither` adds to TABLE in this block, an i32.
         wires: Numba's types of a gradient and a weight.
     """
+
+    ahead = 1024
+    """Elements by which memory is asked for before it is used: half a microsecond of one core's work. Where a block is
+    few lines of each array, the hardware's own prefetchers come too late. 128 elements cost a tenth."""
 
     def __init__(self, builder, here, there, grad, weight, c, noise, wires) -> None:
         self.builder, self.noise = builder, noise
@@ -60,27 +61,32 @@ class Block:
         for pointer in (self.master, self.m, self.v, self.grad):
             a_line = LINE // lanes.itemsize(pointer)
             if k * WIDTH % a_line == 0:
-                lanes.prefetch(self.builder, pointer, I64(AHEAD + k * WIDTH))
+                lanes.prefetch(self.builder, pointer, I64(self.ahead + k * WIDTH))
 
-    def gradient(self, k, coupled):
-        g = self.c[columns.SCALE] * _widened(self.builder, self.raw(self.grad, k), self.grad_wire)
-        return g + self.c[columns.L2] * Lanes(self.builder, self.raw(self.master, k)) if coupled else g
+    def read(self, k):
+        """theta and the gradient as it came, of vector k."""
+        grad = _widened(self.builder, self.raw(self.grad, k), self.grad_wire)
+        return Lanes(self.builder, self.raw(self.master, k)), grad
 
     def faded(self, m, v):
         """What is left of the moments before the gradient is added."""
         c = self.c
         return c[columns.KEEP1] * m - c[columns.FADE1] * m, c[columns.BETA2] * v
 
-    def update(self, k, faded, coupled):
-        """Steps vector k, whose moments have faded to these; writes theta; returns the new moments, of any NaN."""
-        c, theta, g = self.c, Lanes(self.builder, self.raw(self.master, k)), self.gradient(k, coupled)
-        m, v = faded
+    def update(self, theta, grad, faded, coupled):
+        """theta and the moments, of any NaN, after the step; faded: as `faded` gives them."""
+        c, (m, v) = self.c, faded
+        g = c[columns.SCALE] * grad
+        if coupled:
+            g = g + c[columns.L2] * theta
         m, v = m + c[columns.REST1] * g, v + (c[columns.REST2] * g) * g
         step = c[columns.STEP_SIZE] * (m / (v.root() * c[columns.ROOT_SCALE] + c[columns.EPS]))
-        theta = (c[columns.DECAY] * theta - step).one_nan()
+        return (c[columns.DECAY] * theta - step).one_nan(), m, v
+
+    def write(self, theta, k) -> None:
+        """theta, and its weights into the tile, of vector k."""
         self.put(theta.value, self.to_master, k)
         self.put(_narrowed(self.builder, theta, self.wire), self.tile, k)
-        return m, v
 
     def write_out(self) -> None:
         """The tile of weights to where they belong: past the cache, where whole lines of it can be written."""
@@ -90,46 +96,72 @@ class Block:
 class Float32Block(Block):
     """m and v as they are. No twin of its own: `reference.adam_step`, where decay is decoupled."""
 
+    ahead = 512  # of wider elements
+
     def emit(self, coupled: bool) -> None:
         assert not coupled, "with L2 the sum is float64: adam's own loop"
         for k in VECTORS:
             self.fetch(k)
             m, v = (Lanes(self.builder, self.raw(p, k)) for p in (self.m, self.v))
-            for made, to in zip(self.update(k, self.faded(m, v), coupled), (self.to_m, self.to_v)):
-                self.put(made.one_nan().value, to, k)
+            theta, grad = self.read(k)
+            theta, m, v = self.update(theta, grad, self.faded(m, v), coupled)
+            self.write(theta, k)
+            self.put(m.one_nan().value, self.to_m, k)
+            self.put(v.one_nan().value, self.to_v, k)
         self.write_out()
 
 
-class CompactBlock(Block):
-    """m and v as unsigned integers that mean less than a float32."""
-
-    def integers(self, pointer, k):
-        return Lanes(self.builder, self.builder.zext(self.raw(pointer, k), INTS))
-
-    def put_low(self, x, pointer, k) -> None:
-        """Writes the lower bits of each lane, as many as the elements have."""
-        kind = ir.VectorType(pointer.type.pointee, WIDTH)
-        self.put(self.builder.trunc(x.value, kind), pointer, k)
-
-    def draw(self, k):
-        """The noise of vector k."""
-        row = ir.Constant(INTS, [int(x) for x in TABLE[k * WIDTH : (k + 1) * WIDTH]])
-        return Lanes(self.builder, row) + self.noise
+def _noise(builder, table, of_block):
+    """What elements draw whose rows of TABLE these are."""
+    return Lanes(builder, ir.Constant(INTS, [int(x) for x in table])) + of_block
 
 
-class Bfloat16Block(CompactBlock):
+class Bfloat16Block(Block):
+    """Two vectors at a time, the even and the odd ones of 32 elements: to widen and to pack what is 16 bits wide takes
+    half the instructions so, which pays for dealing the masters out."""
+
     def emit(self, coupled: bool) -> None:
-        for k in VECTORS:
+        for k in VECTORS[::2]:
             self.fetch(k)
-            m, v = ((self.integers(p, k) << 16).as_floats() for p in (self.m, self.v))
-            m, v = self.update(k, self.faded(m, v), coupled)
-            u = self.draw(k)
-            self.put_low((m.one_nan().as_bits() + (u >> 16)) >> 16, self.to_m, k)
-            self.put_low((v.one_nan().as_bits() + (u & 0xFFFF)) >> 16, self.to_v, k)
+            self.fetch(k + 1)
+            thetas = lanes.dealt(self.builder, self.raw(self.master, k), self.raw(self.master, k + 1))
+            read = zip(thetas, self._pair(self.grad, k, self.grad_wire), *(self._pair(p, k) for p in (self.m, self.v)))
+            made = []
+            for i, (theta, grad, m, v) in enumerate(read):
+                theta, m, v = self.update(theta, grad, self.faded(m, v), coupled)
+                u = _noise(self.builder, TABLE[k * WIDTH + i : (k + 2) * WIDTH : 2], self.noise)
+                made.append((theta, m.one_nan().as_bits() + (u >> 16), v.one_nan().as_bits() + (u & 0xFFFF)))
+            thetas, ms, vs = zip(*made)
+            for i, theta in enumerate(lanes.gathered(self.builder, *(t.value for t in thetas))):
+                self.put(theta, self.to_master, k + i)
+            self._put_pair(ms, self.to_m, k)
+            self._put_pair(vs, self.to_v, k)
+            self._put_weights(thetas, k)
         self.write_out()
 
+    def _pair(self, pointer, k, wire=types.uint16):
+        """The even and the odd float32 of vectors k and k + 1."""
+        if wire != types.uint16:
+            raw = lanes.dealt(self.builder, self.raw(pointer, k), self.raw(pointer, k + 1))
+            return [_widened(self.builder, x.value, wire) for x in raw]
+        both = lanes.load_pairs(self.builder, pointer, k)
+        return (both << 16).as_floats(), (both & 0xFFFF0000).as_floats()
 
-class Int8Block(CompactBlock):
+    def _put_pair(self, bits, pointer, k) -> None:
+        """Writes the upper halves of the bits of the even and the odd elements."""
+        even, odd = bits
+        lanes.store_pairs(self.builder, (even >> 16) | (odd & 0xFFFF0000), pointer, k)
+
+    def _put_weights(self, thetas, k) -> None:
+        if self.wire == types.uint16:
+            self._put_pair([_rounded(t) for t in thetas], self.tile, k)
+        else:
+            narrowed = [_narrowed(self.builder, t, self.wire) for t in thetas]
+            for i, weights in enumerate(lanes.gathered(self.builder, *narrowed)):
+                self.put(weights, self.tile, k + i)
+
+
+class Int8Block(Block):
     """A NaN needs no form of its own: it makes its block not finite, and then no code of it counts."""
 
     def emit(self, coupled: bool) -> None:
@@ -138,15 +170,18 @@ class Int8Block(CompactBlock):
         largest_m = largest_v = Lanes(self.builder, lanes.constant(INTS, 0))
         for k in VECTORS:
             self.fetch(k)
-            m, v = _m_in_scale(self.builder, self.raw(self.m, k)), _v_in_scale(self.integers(self.v, k))
-            m, v = (x.as_bits() for x in self.update(k, self.faded(m, v), coupled))
+            m, v = _m_in_scale(self.builder, self.raw(self.m, k)), _v_in_scale(self.builder, self.raw(self.v, k))
+            theta, grad = self.read(k)
+            theta, *moments = self.update(theta, grad, self.faded(m, v), coupled)
+            self.write(theta, k)
+            m, v = (x.as_bits() for x in moments)
             made.append((m, v))
             largest_m, largest_v = largest_m.largest(m & 0x7FFFFFFF), largest_v.largest(v)
         m_scale, v_scale = (Scale.of(self.builder, x.top()) for x in (largest_m, largest_v))
         for k, (m, v) in enumerate(made):
-            u = self.draw(k)
-            self.put_low(m_scale.encode_m(m, u >> 12), self.to_m, k)
-            self.put_low(v_scale.encode_v(v, u & DROPPED), self.to_v, k)
+            u = _noise(self.builder, TABLE[k * WIDTH : (k + 1) * WIDTH], self.noise)
+            for code, to in ((m_scale.encode_m(m, u >> 12), self.to_m), (v_scale.encode_v(v, u & DROPPED), self.to_v)):
+                self.put(self.builder.trunc(code.value, ir.VectorType(I8, WIDTH)), to, k)
         for scale, to, codes in zip((m_scale, v_scale), self.to_scales, (self.to_m, self.to_v)):
             self.builder.store(scale.byte, to)
             with self.builder.if_then(scale.is_dead(), likely=False):
@@ -170,9 +205,9 @@ def _m_in_scale(builder, codes):
     return lanes.from_half(builder, builder.and_(moved, lanes.constant(halves, 0xBFFF)))
 
 
-def _v_in_scale(codes):
+def _v_in_scale(builder, codes):
     """The float32 of v's codes under the scale 1."""
-    return ((codes << SHIFT) + ((127 - V_RANGE) << 23)).as_floats()
+    return ((Lanes(builder, builder.zext(codes, INTS)) << SHIFT) + ((127 - V_RANGE) << 23)).as_floats()
 
 
 class Scale:
@@ -234,13 +269,17 @@ def _widened(builder, raw, wire):
 def _narrowed(builder, x, wire):
     """Sixteen wire elements nearest to x, which has but the one NaN."""
     if wire == types.uint16:
-        bits = x.as_bits()
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return builder.trunc(rounded.value, ir.VectorType(I16, WIDTH))
+        return builder.trunc((_rounded(x) >> 16).value, ir.VectorType(I16, WIDTH))
     if wire == types.int16:
         halves = builder.fptrunc(x.value, ir.VectorType(lanes.F16, WIDTH))
         return builder.bitcast(halves, ir.VectorType(I16, WIDTH))
     return x.value
+
+
+def _rounded(x):
+    """Bits whose upper halves are the bfloat16 nearest to x."""
+    bits = x.as_bits()
+    return bits + 0x7FFF + ((bits >> 16) & 1)
 
 
 def pointer_to(context, builder, kind, array, index):

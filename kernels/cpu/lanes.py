@@ -145,6 +145,44 @@ def _place(builder, pointer, index):
     return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer()), itemsize(pointer)
 
 
+# ---- two vectors at a time
+
+EVEN, ODD = range(0, 2 * WIDTH, 2), range(1, 2 * WIDTH, 2)
+
+
+def _shuffled(builder, a, b, order):
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, WIDTH), list(order)))
+
+
+def dealt(builder, first, second):
+    """The even and the odd ones of 32 elements."""
+    return [Lanes(builder, _shuffled(builder, first, second, order)) for order in (EVEN, ODD)]
+
+
+def gathered(builder, even, odd):
+    """The 32 elements, as two raw vectors, of which these are the even and the odd ones."""
+    order = [i // 2 + i % 2 * WIDTH for i in range(2 * WIDTH)]
+    return [_shuffled(builder, even, odd, half) for half in (order[:WIDTH], order[WIDTH:])]
+
+
+def load_pairs(builder, pointer, k):
+    """Vectors k and k + 1 of 16-bit elements, as integers of which each holds an even one and above it an odd one."""
+    place, align = _pairs_at(builder, pointer, k)
+    return Lanes(builder, builder.load(place, align=align))
+
+
+def store_pairs(builder, pairs, pointer, k) -> None:
+    """Writes what `load_pairs` reads."""
+    place, align = _pairs_at(builder, pointer, k)
+    builder.store(pairs.value, place, align=align)
+
+
+def _pairs_at(builder, pointer, k):
+    # Little endian, as everything that Numba compiles for.
+    place = builder.gep(pointer, [I64(k * WIDTH)])
+    return builder.bitcast(place, INTS.as_pointer()), itemsize(pointer)
+
+
 # ---- memory
 
 

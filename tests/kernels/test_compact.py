@@ -155,6 +155,35 @@ def test_a_step_elsewhere_makes_the_same_bits_and_leaves_what_it_reads(codec):
     assert_same_bits([bucket.state.master, *bucket.state.held], [before.master, *before.held])
 
 
+def beginning(array, offset):
+    """A copy that begins `offset` elements behind the start of a cache line."""
+    room = np.zeros(array.size + offset + 64, array.dtype)
+    start = -room.ctypes.data % 64 // array.itemsize + offset
+    room[start : start + array.size] = array
+    return room[start : start + array.size]
+
+
+@pytest.mark.parametrize("codec", ["float32", *NAMES])
+def test_weights_that_begin_on_a_cache_line_or_off_it(codec):
+    """On it whole lines are written past the cache; what lies before and behind is nobody's business."""
+    bucket = Bucket("bfloat16" if codec == "float32" else codec, "bfloat16", [128 * 5, 400])
+    for offset in (0, 1, 16, 31, 32):
+        weight = beginning(np.full(1040, 7, np.uint16), offset)
+        state, expected = copied(bucket.state), bucket.twins()
+        rest = bucket.grad, weight, bucket.bounds, bucket.coef
+        if codec == "float32":
+            moments = [np.abs(bucket.state.master), np.abs(bucket.state.master)]
+            twins, expected = [bucket.state.master.copy(), *(m.copy() for m in moments)], [np.zeros(1040, np.uint16)]
+            reference.adam_step(*twins, bucket.grad, expected[-1], bucket.bounds, bucket.coef, wire="bfloat16")
+            cpu.adam_step(state.master, *moments, *rest, wire="bfloat16", threads=1)
+        else:
+            cpu.compact_step(state, state, *rest, bucket.noise, codec=bucket.codec, wire="bfloat16", threads=1)
+        np.testing.assert_array_equal(weight, expected[-1])
+        around = weight.base
+        first = (weight.ctypes.data - around.ctypes.data) // 2
+        assert not around[:first].any() and not around[first + 1040 :].any()
+
+
 @pytest.mark.parametrize("codec", NAMES)
 def test_gradients_that_were_added_up_in_float32(codec):
     bucket = Bucket(codec, "bfloat16", [300, 40_000], "any bits")
