@@ -12,15 +12,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.planting import Planted, main
 
-DEEPSPEED, CONVERT, VERIFY, RESUMED = (
+DEEPSPEED, CONVERT, VERIFY, HELD, RESUMED = (
     f"{name}::"
     for name in (
-        "checkpoint/test_deepspeed.py", "checkpoint/test_convert.py", "checkpoint/test_verify.py", "hf/test_convert.py",
+        "checkpoint/test_deepspeed.py", "checkpoint/test_convert.py", "checkpoint/test_verify.py",
+        "checkpoint/test_held.py", "hf/test_convert.py",
     )
 )  # fmt: skip
-READER, CONVERTER, SOURCES, CHECKS, STATE, WEIGHTS, NAMES, TORCH = (
+READER, CONVERTER, SOURCES, CHECKS, STATE, WEIGHTS, NAMES, TORCH, MOMENTS, SCRATCH = (
     f"checkpoint/{name}.py"
-    for name in ("deepspeed", "convert", "sources", "verify", "adam_state", "weights", "names", "torch_file")
+    for name in (
+        "deepspeed",
+        "convert",
+        "sources",
+        "verify",
+        "adam_state",
+        "weights",
+        "names",
+        "torch_file",
+        "held",
+        "scratch",
+    )
 )
 MODEL = "checkpoint_model.py"
 REFUSED = DEEPSPEED + "test_what_does_not_fit_is_refused"
@@ -114,6 +126,51 @@ PLANTED = (
     Planted("the Trainer's order of parameters is another", TO_AND_FRO, MODEL,
             "return [[name for name in names if name in decayed], [name for",
             "return [sorted(name for name in names if name in decayed), [name for"),
+    # ---- state held as bfloat16 or int8
+    Planted("too few scales are read", HELD + "test_a_damaged_entry_is_refused_by_name[a scale too few]", STATE,
+            "if value.shape != (wanted,):", "if False:"),
+    Planted("codes that are floats are read", HELD + "test_a_damaged_entry_is_refused_by_name[codes that are floats]",
+            STATE, "value.dtype == torch.uint8 if codes else value.is_floating_point()", "True"),
+    Planted("of moments that are there twice one is read",
+            HELD + "test_a_damaged_entry_is_refused_by_name[both kinds at once]", STATE,
+            "if names == INT8_NAMES and any(name in saved for name in MOMENTS):", "if False:"),
+    Planted("inspect does not say that state is int8",
+            HELD + "test_it_is_read_and_inspect_says_how_it_is_held[int8]", MOMENTS,
+            'codes = dict.fromkeys(MOMENTS, "int8") if names_in(entry) == INT8_NAMES else {}', "codes = {}"),
+    Planted("codes are taken for AdamW's where there are no masters",
+            HELD + "test_codes_are_offload_adams_even_without_masters", STATE,
+            "self.has_masters or any(held.names_in(p.entry) == INT8_NAMES for p in self.parameters())",
+            "self.has_masters"),
+    Planted("looking at codes imports the kernels", HELD + "test_inspecting_imports_no_kernels", MOMENTS,
+            "from torch import Tensor", "from torch import Tensor\nfrom hf_offload.engine import moments"),
+    Planted("NaN in int8 state is not told",
+            HELD + "test_blocks_that_are_not_finite_and_scales_that_are_never_made_are_counted", MOMENTS,
+            "entry[scale] == NOT_FINITE", "entry[scale] > NOT_FINITE"),
+    Planted("a short block counts as a whole one",
+            HELD + "test_blocks_that_are_not_finite_and_scales_that_are_never_made_are_counted", MOMENTS,
+            "if count and bool(chosen[-1]) else 0", "if False else 0"),
+    Planted("scales that are never made pass",
+            HELD + "test_blocks_that_are_not_finite_and_scales_that_are_never_made_are_counted", CHECKS, "if unmade:",
+            "if False:"),
+    Planted("AdamW gets the codes", HELD + "test_through_adamw_and_back_the_values_are_the_same[int8]", CONVERTER,
+            "any(t.itemsize < 4 for t in _moments(p))", "any(t.itemsize == 2 for t in _moments(p))"),
+    Planted("AdamW gets moments of 16 bits",
+            HELD + "test_through_adamw_and_back_the_values_are_the_same[bfloat16]", CONVERTER,
+            "any(t.itemsize < 4 for t in _moments(p))", "any(t.itemsize == 1 for t in _moments(p))"),
+    Planted("all parameters are decoded at once", HELD + "test_one_parameter_at_a_time_is_decoded", CONVERTER,
+            "(t for p in small for t in held.in_float32(p.entry).values())",
+            "[t for p in small for t in held.in_float32(p.entry).values()]"),
+    Planted("what was decoded drags the whole scratch file along",
+            HELD + "test_what_waits_in_a_scratch_file_comes_back_as_it_was", SCRATCH,
+            "flat = torch.frombuffer(memory, dtype=place.dtype, offset=place.start, count=place.numel)",
+            "all_of_it = torch.frombuffer(memory, dtype=torch.uint8)[place.start :]\n"
+            "flat = all_of_it[: place.numel * place.dtype.itemsize].view(place.dtype)"),
+    Planted("what was decoded lies in another order than the codes",
+            HELD + "test_through_adamw_and_back_the_values_are_the_same[int8]", SCRATCH,
+            "return torch.as_strided(flat, place.shape, place.stride)", "return flat.view(place.shape)"),
+    Planted("a file of another kind of state is loaded unsaid",
+            RESUMED + "test_a_resume_that_holds_state_in_another_way_converts_it_and_says_so[float32-int8]", "state.py",
+            "_say_conversions(fits.entries, engine.kind)"),
     Planted("masters are rounded on the way", TO_AND_FRO, CONVERTER, "row[2]().float()})", "row[2]().bfloat16()})"),
 )
 # fmt: on

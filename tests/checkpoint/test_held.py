@@ -144,6 +144,17 @@ def test_bfloat16_values_that_are_not_finite_or_negative_are_counted(tmp_path: P
     assert "3 values of exp_avg are not finite" in notes and "2 values of exp_avg_sq are negative" in notes
 
 
+def test_codes_are_offload_adams_even_without_masters(tmp_path: Path) -> None:
+    def change(state: dict[int, dict[str, Any]]) -> None:
+        for entry in state.values():
+            del entry["master"]
+
+    folder = edited(checkpoint(tmp_path / "start", "int8"), change)
+    assert inspect.contents(folder).kind == "OffloadAdam"
+    convert.convert(folder, "adamw", tmp_path / "plain", model=Known())
+    assert inspect.contents(tmp_path / "plain").kind == "AdamW"
+
+
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a scale is missing": (lambda e: e.pop("exp_avg_scale"), r"state of parameter 2 has .*not Adam's \(step, exp_av"),
     "codes are missing": (lambda e: e.pop("exp_avg_sq_codes"), "state of parameter 2 has .*not Adam's"),

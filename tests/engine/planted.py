@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script: pytest has it there already
 
-from support.planting import Planted, main
+from support.planting import Planted, listed, main
 
 # fmt: off
 WAITS, STREAMED, GUESSES, DELAYED, INTERRUPTS = (
@@ -335,6 +335,7 @@ PLANTED = (
             "self.skips.taken()"),
     Planted("a guess is compared with the step", SKIPPED + "test_the_course_of_a_run", SPECULATION,
             "if not guess.is_what(work):", "if False:"),
+    *listed(Path(__file__).with_name("planted_states.py")),
 )
 # fmt: on
 

@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from hf_offload import OffloadAdam, OffloadConfig
+from hf_offload.engine.arena import Arena
+from hf_offload.engine.budget import Budget
+from hf_offload.engine.speculation import Speculation
 from support.engine import MODES, bits
 
 COMPACT = ("bfloat16", "int8")
@@ -35,7 +38,9 @@ class Wide(nn.Module):
         return nn.functional.cross_entropy(self.head(self.up(h)).flatten(0, 1).float(), x.flatten())
 
 
-def trained(state_dtype: str, mode: str, steps: int = 4, model: nn.Module | None = None, **more: Any) -> dict[str, Any]:
+def trained(
+    state_dtype: str, mode: str, steps: int = 4, model: nn.Module | None = None, max_norm: float = 1.0, **more: Any
+) -> dict[str, Any]:
     """Every bit of weights and state after some steps."""
     settings = {"threads": 1, "ring_slots": 2, **MODES[mode], **more}
     if mode == "small shadow":
@@ -47,7 +52,7 @@ def trained(state_dtype: str, mode: str, steps: int = 4, model: nn.Module | None
     ) as optimizer:
         for _ in range(steps):
             model(torch.randint(0, 50, (4, 8), generator=generator)).backward()
-            optimizer.clip_grad_norm_(1.0)
+            optimizer.clip_grad_norm_(max_norm)
             optimizer.step()
             optimizer.zero_grad()
         optimizer.synchronize()
@@ -73,6 +78,40 @@ def test_bits_depend_neither_on_schedule_nor_on_buckets_nor_on_threads(state_dty
 def test_the_seed_is_the_only_thing_that_moves_the_rounding(state_dtype: str) -> None:
     first, again, other = (trained(state_dtype, "in_order", rounding_seed=seed) for seed in (0, 0, 1))
     assert first == again != other
+
+
+@pytest.mark.parametrize("state_dtype", COMPACT)
+def test_a_guess_that_was_rounded_with_other_noise_is_a_miss(state_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where coefficients no longer change from step to step, the noise alone tells which step was guessed."""
+    expected, begin, noise = trained(state_dtype, "in_order", max_norm=1e9), Speculation._begin, Arena.noise
+    guesses = 0
+
+    def of_the_next_step(self: Speculation, *args: Any) -> Any:
+        nonlocal guesses
+        found = begin(self, *args)
+        if found is not None:
+            store, k = args[:2]
+            found.noise = noise(store.arena, k, store.arena.turns + 1)
+            guesses += 1
+        return found
+
+    monkeypatch.setattr(Speculation, "_begin", of_the_next_step)
+    assert trained(state_dtype, "speculative", max_norm=1e9) == expected and guesses
+
+
+@pytest.mark.parametrize(("state_dtype", "each"), [("float32", 8), ("bfloat16", 4), ("int8", 2)])
+def test_figures_and_budget_count_what_is_held(state_dtype: str, each: int) -> None:
+    model = Wide()
+    with optimizer_of(model, state_dtype) as optimizer:
+        train(optimizer, model)
+        params = list(model.parameters())
+        count = sum(p.numel() for p in params)
+        scales = sum(-(-p.numel() // 128) for p in params) if state_dtype == "int8" else 0
+        held = {"master": 4 * count, **dict.fromkeys(("exp_avg", "exp_avg_sq"), each * count // 2 + scales)}
+        (arena,) = optimizer.engine.arenas
+        assert sum(a.nbytes for a in arena.state) == sum(held.values())
+        found = optimizer.stats().host_bytes
+        assert {name: found[name] for name in held} == held == Budget(optimizer.config).need(params)
 
 
 @pytest.mark.parametrize("state_dtype", COMPACT)

@@ -286,13 +286,11 @@ def test_a_checkpoint_without_optimizer_state_does_not_begin_anew_silently(lab: 
 # ---- accelerate
 
 
-def loop(lab: Any, folder: Path | None, steps: int, save_at: int = -1) -> Any:
+def loop(lab: Any, folder: Path | None, steps: int, save_at: int = -1, **settings: Any) -> Any:
     """A loop of accelerate alone: from the start, or from `folder`; saved there after `save_at` steps."""
     compat_state()
-    accelerator = OffloadAccelerator(
-        cpu=True, mixed_precision="bf16",
-        offload_plugin=OffloadPlugin(config=OffloadConfig(schedule="overlapped", bucket_bytes=4096, threads=1)),
-    )  # fmt: skip
+    config = OffloadConfig(**{"schedule": "overlapped", "bucket_bytes": 4096, "threads": 1, **settings})
+    accelerator = OffloadAccelerator(cpu=True, mixed_precision="bf16", offload_plugin=OffloadPlugin(config=config))
     model = lab.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -320,12 +318,16 @@ def compat_state() -> None:
     GradientState._reset_state()
 
 
-def test_accelerates_state_is_saved_whole_and_resumes_bit_for_bit(lab: Any, tools: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("state_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
+def test_accelerates_state_is_saved_whole_and_resumes_bit_for_bit(
+    lab: Any, tools: Any, tmp_path: Path, state_dtype: str
+) -> None:
     folder = tmp_path / "state"
-    _, model, optimizer = loop(lab, folder, 6, save_at=3)
+    _, model, optimizer = loop(lab, folder, 6, save_at=3, state_dtype=state_dtype)
     found = manifest.verify(folder)
     assert found is not None and "optimizer.bin" in found.files and found.optimizer is not None
-    _, other, resumed = loop(lab, folder, 6)
+    assert found.optimizer["state_dtype"] == state_dtype
+    _, other, resumed = loop(lab, folder, 6, state_dtype=state_dtype)
     assert tools.same_bits(tools.weights(model), tools.weights(other))
     assert tools.same_bits(tools.state_of(optimizer), tools.state_of(resumed))
     file = folder / "optimizer.bin"

@@ -14,6 +14,7 @@ from transformers import AutoConfig, LlamaForCausalLM, TrainerCallback
 from hf_offload import compat
 from hf_offload.checkpoint import adam_state, convert, deepspeed, verify
 from hf_offload.checkpoint_model import TransformersModel
+from hf_offload.engine.moments import in_floats
 
 compat.register()
 
@@ -138,3 +139,68 @@ def test_a_checkpoint_of_deepspeeds_own_scheduler_goes_on_at_its_step(lab: Any, 
     # the step after the resume has DeepSpeed's rate, the next the Trainer's: 1/5 of its 0.02 is left
     logged = [h["learning_rate"] for h in trainer.state.log_history if "learning_rate" in h and h["step"] > 3]
     assert logged == pytest.approx([0.0025, 0.004])
+
+
+# ---- state held in fewer bytes
+
+
+def args_of(state_dtype: str) -> dict[str, Any]:
+    return {"optim": "offload_adam", "optim_args": f"{OFFLOAD['optim_args']},state_dtype={state_dtype}"}
+
+
+def floats(entry: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"step": entry["step"], **{name: t.float() for name, t in in_floats(entry).items()}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"),
+    [
+        ("adamw_torch", "int8"),
+        ("float32", "int8"),
+        pytest.param("int8", "float32", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "int8", marks=pytest.mark.slow),
+        pytest.param("adamw_torch", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_a_resume_that_holds_state_in_another_way_converts_it_and_says_so(
+    lab: Any, saved: str, here: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A plain AdamW's checkpoint, too; and training goes on."""
+    before = {"optim": saved} if saved == "adamw_torch" else args_of(saved)
+    first = lab.trainer(**before, **EVERY_STEP)
+    first.train()
+    folder = Path(first.args.output_dir) / "checkpoint-1"
+    seen = loaded(lab, None, folder, **args_of(here), **EVERY_STEP)
+    count = len(seen.state)
+    was = "float32" if saved == "adamw_torch" else saved
+    assert f"exp_avg of {count} parameters was {was} in the loaded state and is {here} here" in caplog.text
+    for name, entry in named(folder).items():
+        mine, theirs = floats(seen.state[name]), floats(entry)
+        assert torch.equal(mine["step"], theirs["step"])
+        half = {"float32": 0.0, "bfloat16": 2**-8, "int8": 2**-4}[here]
+        for moment in adam_state.MOMENTS:
+            least = theirs[moment].abs().max().item() * 2**-17
+            torch.testing.assert_close(mine[moment], theirs[moment], rtol=half, atol=least if here == "int8" else 0.0)
+    onward = lab.trainer(**args_of(here), **EVERY_STEP)
+    onward.train(resume_from_checkpoint=str(folder))
+    assert onward.state.global_step == 2 and onward.optimizer.optimizer.config.state_dtype == here
+    onward.optimizer.optimizer.close()
+
+
+@pytest.mark.parametrize("state_dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_compact_state_goes_through_adamw_and_back(lab: Any, tools: Any, state_dtype: str) -> None:
+    """To AdamW as fp32, to OffloadAdam, and into a Trainer that holds it as before: the values are the same."""
+    first = lab.trainer(bf16=True, **args_of(state_dtype), **EVERY_STEP)
+    first.train()
+    start = Path(first.args.output_dir) / "checkpoint-2"
+    plain = converted(first, 2, "adamw")
+    fp32 = loaded(lab, lab.model(torch.float32), plain, optim="adamw_torch", **EVERY_STEP)
+    back = Path(first.args.output_dir) / "back" / "checkpoint-2"
+    convert.convert(plain, "offload_adam", back, model=TransformersModel(plain))
+    more = {**EVERY_STEP, "max_steps": 3}
+    seen = loaded(lab, None, back, **args_of(state_dtype), **more)
+    for name, entry in named(start).items():
+        expected = floats(entry)
+        assert tools.same_bits(floats(fp32.state[name]), expected)
+        assert tools.same_bits(floats(seen.state[name]), expected)
+        assert torch.equal(seen.state[name]["master"], entry["master"])
