@@ -21,7 +21,7 @@ import gc
 import json
 import tempfile
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from hf_offload.bench.checkpoint import rss_anon, watched
 from hf_offload.bench.gpu_model import Llama, build, shape_for
 from hf_offload.checkpoint import manifest, torch_file
 from hf_offload.engine.masters import cast_trainable
+from hf_offload.errors import ConfigError, explain
 
 TOLERANCE = 0.02
 """Part of the plan by which a measurement may differ from it."""
@@ -52,7 +53,7 @@ class Setting:
 
     Attributes:
         params: about how many parameters.
-        steps, saves: how many are taken.
+        steps, saves: how many are taken; 5 steps at least.
         config: settings of the engine.
         from_fp32: whether the model is made in fp32 and then cast, as the Trainer does with one that was loaded so.
     """
@@ -62,6 +63,10 @@ class Setting:
     saves: int = 5
     config: OffloadConfig = OffloadConfig(schedule="in_order")  # noqa: RUF009  (frozen)
     from_fp32: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps < 5:
+            raise ConfigError(explain("steps", self.steps, "too few to see memory grow", "Give 5 or more"))
 
     def shape(self) -> Llama:
         return shape_for(self.params, vocab=32_000 if self.params > 10 * SMALL else 4_000)
@@ -113,8 +118,8 @@ def run(setting: Setting, folder: Path) -> dict[str, Any]:
         waited = 4 * count if setting.from_fp32 else 0  # values that were there before, and became masters
         plan = budget.ring_bytes + state - waited
         account.note("first step", plan)
-        each = _steps(optimizer, model, min(2, setting.steps - 1), account)
-        traced = _traced(lambda: each.extend(_steps(optimizer, model, setting.steps - 3, account)))
+        each = _steps(optimizer, model, 2, account)
+        more, traced = _traced_steps(optimizer, model, setting.steps - 3, account)
         account.note(f"{setting.steps} steps", plan)
         seconds = _saves_and_load(optimizer, folder, setting.saves, plan, account)
         figures = optimizer.stats()
@@ -128,7 +133,7 @@ def run(setting: Setting, folder: Path) -> dict[str, Any]:
         "agrees": account.agrees(),
         "bytes_per_param": {"state, measured": (account.phases["first step"]["measured"] + waited
                                                 - budget.ring_bytes) / count, "state, plan": state / count},
-        "growth_bytes_from_step_3": {"resident": max(each[1:], default=0) - each[1] if each[1:] else 0,
+        "growth_bytes_from_step_3": {"resident": max([*each[1:], *more]) - each[1],
                                      "python": traced},
         "host_step_seconds": figures.seconds["host_step"],
         "seconds": seconds,
@@ -174,13 +179,16 @@ def _steps(optimizer: OffloadAdam, model: nn.Module, count: int, account: Accoun
     return found
 
 
-def _traced(work: Callable[[], None]) -> int:
-    """By how many bytes Python's and NumPy's memory grows in `work`."""
+def _traced_steps(optimizer: OffloadAdam, model: nn.Module, count: int, account: Account) -> tuple[list[int], int]:
+    """`_steps`, and by how many bytes Python's and NumPy's memory grows from the second of them to the last."""
     tracemalloc.start()
     try:
-        work()
+        found = _steps(optimizer, model, 2, account)  # what a step leaves for the next one to replace is traced now
         gc.collect()
-        return tracemalloc.get_traced_memory()[0]
+        before = tracemalloc.get_traced_memory()[0]
+        found += _steps(optimizer, model, count - 2, account)
+        gc.collect()
+        return found, tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
 
@@ -241,7 +249,7 @@ def table(found: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m hf_offload.bench.memory", description=(__doc__ or "")[:70])
     parser.add_argument("--params", default="1e9", help="about how many parameters, as 1e9 or 135M")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=100, help="5 at least")
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--bucket-bytes", type=int, default=OffloadConfig().bucket_bytes)
     parser.add_argument("--from-fp32", action="store_true", help="make the model in fp32 first")
