@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script: pyt
 from support.planting import Planted, main
 
 # fmt: off
-D6, D7, D8, FIELD = (f"contracts/test_{name}.py::test_" for name in ("design_6", "design_7", "design_8", "field"))
+D6, D7, D8, FIELD, SHARE = (
+    f"contracts/test_{name}.py::test_" for name in ("design_6", "design_7", "design_8", "field", "share"))
 ENGINE, SCHEDULES, STREAMING, SPECULATION = (
     "engine/engine.py", "engine/schedules.py", "engine/streaming.py", "engine/speculation.py")
 SCALING, ARENA, STATE, OPTIMIZER, COMPAT = (
@@ -141,7 +142,8 @@ PLANTED = (
             "if cap is not None and", "if False and"),
     Planted("memory is counted at construction only",
             D6 + "memory_that_is_gone_by_the_first_step_is_noticed_before_the_state_is_allocated",
-            "engine/placement.py", "self.budget.check_binding(fresh, taken)"),
+            "engine/placement.py",
+            "self.budget.check_binding(_without(fresh, staying), taken, _on_cpu(device, staying))"),
     Planted("an import pulls in numpy", D6 + "importing_hf_offload_pulls_in_nothing_heavy", "__init__.py",
             "import importlib\nfrom pathlib", "import importlib\nimport numpy\nfrom pathlib"),
     # ---- 7: Hugging Face
@@ -193,7 +195,7 @@ PLANTED = (
             D7 + "a_backward_through_a_retained_graph_raises_instead_of_using_new_weights", ENGINE,
             "torch.autograd.graph.increment_version(params)"),
     Planted("a figure is half of what is held", D7 + "the_figures_are_those_of_the_design_and_add_up",
-            "engine/figures.py", '"exp_avg_sq": 4 * numel', '"exp_avg_sq": 2 * numel'),
+            "engine/figures.py", '"exp_avg_sq": 4 * on_host', '"exp_avg_sq": 2 * on_host'),
     # ---- 8: settled questions
     Planted("of several clips the last holds",
             D8 + "of_several_clips_before_one_step_the_tightest_holds_and_inf_only_reads", SCALING,
@@ -280,6 +282,27 @@ PLANTED = (
             "engine/plan.py", "if p.numel:\nruns", "if not p.numel:\n    break\nelse:\n    runs"),
     Planted("sizes are counted in 32 bits", D8 + "sizes_beyond_two_to_the_31_are_counted_in_64_bits", "engine/plan.py",
             "at += params[i].numel", "at = (at + params[i].numel) % (1 << 32)"),
+    # ---- state that stays on the device
+    Planted("the norm leaves out what stays on the device",
+            SHARE + "a_share_changes_no_bit_whatever_has_a_gradient[resident speculative-mixed-float32-x1]",
+            "engine/gradients.py", "[next(store if g.value is None else device) for g in self.items]",
+            "[next(store) if g.value is None else 0.0 for g in self.items]"),
+    Planted("weights that stay are fresh where all others are stale",
+            SHARE + "a_share_changes_no_bit_whatever_has_a_gradient[resident delayed-mixed-float32-x1]",
+            "engine/resident.py",
+            "posted(k, adam.step(pieces, stream) if exact else adam.write_weights(pieces, stream))",
+            "posted(k, adam.step(pieces, stream))"),
+    Planted("an inf in what stays is not in the norm",
+            SHARE + "a_skipped_step_leaves_every_byte_of_it_and_kept_gradients_go_on"
+            "[resident speculative-mixed-float32-x1]", "engine/gradients.py",
+            "next(store if g.value is None else device) for g in self.items",
+            "next(store) if g.value is None else min(next(device), 1e9) for g in self.items"),
+    Planted("masters that stay do not follow the weights",
+            SHARE + "weights_that_are_written_from_outside_become_its_masters", "engine/resident.py",
+            "return sum(_follow(self.params[i], self._master_of(i), threads) for i in sorted(indices))", "return 0"),
+    Planted("what is loaded does not reach the device",
+            SHARE + "a_run_goes_on_with_another_share_with_the_same_bits", "engine/resident.py",
+            "_tensor(getattr(self, name))[at] for", "_tensor(getattr(self, name))[at].clone() for"),
     # ---- the field's twenty
     Planted("the ring is rounded to a power of two",
             FIELD + "the_pinned_ring_takes_what_was_asked_for_and_not_the_next_power_of_two", "transport/host.py",
