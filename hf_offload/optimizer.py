@@ -161,7 +161,8 @@ class OffloadAdam(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, after waiting for all. Per parameter: `step` and, in its shape, the fp32 host tensors
-        `exp_avg`, `exp_avg_sq` and `master`: live views, valid until the next step; copies of what stays on a GPU."""
+        `exp_avg`, `exp_avg_sq` and `master`; of state that stays on a GPU copies, else live views, valid until the
+        next step."""
         self.engine.wait_outsider()
         self.engine.settle_state()
         self._fill_state()

@@ -428,7 +428,8 @@ class Engine:
         buckets = bucket_works(works, self._unit_name, self.rank())
         delivered = self._delay.next(buckets, self._most_steps()) if self._delay is not None else buckets
         if self._delay is not None:
-            self._delay.delivering = True  # an interrupt from here on: what is pending is delivered once more
+            # from here on an interrupt leaves what is pending to be delivered once more
+            self._delay.delivering = True
         self._deliver(delivered)
         if self._delay is not None:
             self._delay.note_weights(buckets)
@@ -576,9 +577,9 @@ class Engine:
 
     def before_root(self) -> None:
         assert self.gates is not None
-        self._before_forward()
         if not self._closed:
             give_back(self)  # after an allocation that failed, say, when smaller batches are tried
+        self._before_forward()
         self._wait_units(self._unguarded())
 
     def before_guard(self, guard: int) -> None:

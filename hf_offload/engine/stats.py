@@ -24,11 +24,11 @@ class Stats:
         schedule: what ran: in_order, overlapped or delayed, with +streamed and +speculative where they apply.
         transport: name of the transport.
         device_bytes: weights, gradients, optimizer: peak on the device, of trainable parameters. Streamed gradients
-            are counted from the end of their accumulation until their copies have ended.
+            are counted from the end of their accumulation until their copies have ended. optimizer: state that stays.
         host_bytes: master, exp_avg, exp_avg_sq, pinned, store, shadow.
         d2h_bytes, h2d_bytes: bytes a step, counted at the copies.
-        seconds: busy seconds of each phase: compute (from the step before to this one, less waits), d2h, host_step,
-            h2d, wait.
+        seconds: busy seconds of each phase: compute (from the step before to this one, less waits; the device's own
+            step of state that stays there is part of it), d2h, host_step, h2d, wait.
         exposed_seconds: time the training thread waited for the engine: in `step()`, in hooks, in waits for all.
         hidden_fraction: 1 - exposed / (d2h + host_step + h2d), between 0 and 1.
         step: the number of the step the figures are of, from 1; 0 before the first has finished.

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script: pyt
 from support.planting import Planted, main
 
 # fmt: off
-D6, D7, D8, FIELD = (f"contracts/test_{name}.py::test_" for name in ("design_6", "design_7", "design_8", "field"))
+D6, D7, D8, FIELD, SHARE = (
+    f"contracts/test_{name}.py::test_" for name in ("design_6", "design_7", "design_8", "field", "share"))
 ENGINE, SCHEDULES, STREAMING, SPECULATION = (
     "engine/engine.py", "engine/schedules.py", "engine/streaming.py", "engine/speculation.py")
 SCALING, ARENA, STATE, OPTIMIZER, COMPAT = (
@@ -301,6 +302,27 @@ PLANTED = (
             "engine/plan.py", "if p.numel:\nruns", "if not p.numel:\n    break\nelse:\n    runs"),
     Planted("sizes are counted in 32 bits", D8 + "sizes_beyond_two_to_the_31_are_counted_in_64_bits", "engine/plan.py",
             "at += params[i].numel", "at = (at + params[i].numel) % (1 << 32)"),
+    # ---- state that stays on the device
+    Planted("the norm leaves out what stays on the device",
+            SHARE + "a_share_changes_no_bit_whatever_has_a_gradient[resident speculative-mixed-float32-x1]",
+            "engine/gradients.py", "[next(store if g.value is None else device) for g in self.items]",
+            "[next(store) if g.value is None else 0.0 for g in self.items]"),
+    Planted("weights that stay are fresh where all others are stale",
+            SHARE + "a_share_changes_no_bit_whatever_has_a_gradient[resident delayed-mixed-float32-x1]",
+            "engine/resident.py",
+            "posted(k, adam.step(pieces, stream) if exact else adam.write_weights(pieces, stream))",
+            "posted(k, adam.step(pieces, stream))"),
+    Planted("an inf in what stays is not in the norm",
+            SHARE + "a_skipped_step_leaves_every_byte_of_it_and_kept_gradients_go_on"
+            "[resident speculative-mixed-float32-x1]", "engine/gradients.py",
+            "next(store if g.value is None else device) for g in self.items",
+            "next(store) if g.value is None else min(next(device), 1e9) for g in self.items"),
+    Planted("masters that stay do not follow the weights",
+            SHARE + "weights_that_are_written_from_outside_become_its_masters", "engine/resident.py",
+            "return sum(_follow(self.params[i], self._master_of(i), threads) for i in sorted(indices))", "return 0"),
+    Planted("what is loaded does not reach the device",
+            SHARE + "a_run_goes_on_with_another_share_with_the_same_bits", "engine/resident.py",
+            "_tensor(getattr(self, name))[at] for", "_tensor(getattr(self, name))[at].clone() for"),
     # ---- the field's twenty
     Planted("the ring is rounded to a power of two",
             FIELD + "the_pinned_ring_takes_what_was_asked_for_and_not_the_next_power_of_two", "transport/host.py",

@@ -182,16 +182,29 @@ def test_it_goes_back_before_the_next_forward_where_one_has_failed() -> None:
         run.step()
 
 
-def test_nothing_moves_between_clipping_and_the_step() -> None:
+def test_streamed_it_goes_back_before_a_forward_and_not_under_its_gradients() -> None:
     memory = Memory(ALL)
     with Run(memory, "streamed") as run:
         run.step()
+        held, memory.short = resident(run.optimizer), range(1000)
+        run.model(next(run.data)).backward()
+        assert resident(run.optimizer) < held, "no gradient stood there"
         held = resident(run.optimizer)
         run.backward()
-        run.optimizer.clip_grad_norm_(1e-3)
-        memory.short = range(1000)
         run.optimizer.step()
         assert resident(run.optimizer) == held
+
+
+def test_nothing_moves_between_clipping_and_the_step() -> None:
+    """Gradients by hand, which no forward came before: state is bound when they are clipped, and not moved then."""
+    with Run(Memory(ALL), "streamed") as run:
+        handmade(run.model)
+        run.optimizer.clip_grad_norm_(1e-3)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        assert resident(run.optimizer) == 0
+        run.step()
+        assert resident(run.optimizer) > 0
 
 
 def test_the_state_that_is_shown_is_where_it_is() -> None:

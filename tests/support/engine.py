@@ -31,6 +31,12 @@ MODES: dict[str, dict[str, Any]] = {
     "delayed": {"schedule": "delayed", "delay_warmup_steps": 2},
 }
 """Ways to take a step, by name. "small shadow": speculation with room for two buckets."""
+RESIDENT: dict[str, dict[str, Any]] = {
+    "resident": {**MODES["overlapped"], "device_state_bytes": 1900},
+    "resident speculative": {**MODES["speculative"], "device_state_bytes": 1900},
+    "resident delayed": {**MODES["delayed"], "device_state_bytes": 1900},
+}
+"""Ways in which a share of the state, half of it in the contracts' model, stays on the device. Exact but the last."""
 STREAMED = ("streamed", "streamed in order", "speculative", "small shadow")
 EXACT = ("overlapped", *STREAMED)
 """Those that must give the bits of in order."""
@@ -227,8 +233,8 @@ def state(optimizer: OffloadAdam) -> dict[str, Tensor]:
 
 
 def settings(schedule: str, **more: Any) -> OffloadConfig:
-    """Settings of one of MODES. Small buckets, so that every unit has several."""
-    mode = MODES.get(schedule, {"schedule": schedule})
+    """Settings of one of MODES or RESIDENT. Small buckets, so that every unit has several."""
+    mode = {**MODES, **RESIDENT}.get(schedule, {"schedule": schedule})
     given = {"bucket_bytes": 96, "ring_slots": 2, "timeout_s": LONG, **mode, **more}
     if schedule == "small shadow":  # at most 8 bytes of shadow for each byte on a wire that mixes 2 and 4
         given.setdefault("shadow_bytes", 16 * max(given["bucket_bytes"], 4))
