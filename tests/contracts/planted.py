@@ -250,7 +250,7 @@ PLANTED = (
             "saved[\"state\"] = {number: plain_entry(entry) for",
             "saved[\"state\"] = {number: {k: t.clone() for k, t in plain_entry(entry).items()} for"),
     Planted("state_dict does not wait", D8 + "state_dict_shows_live_memory_takes_no_step_and_waits", OPTIMIZER,
-            'stays on a GPU."""\nself.engine.wait_outsider()\nself.engine.settle_state()', 'stays on a GPU."""'),
+            'next step."""\nself.engine.wait_outsider()\nself.engine.settle_state()', 'next step."""'),
     Planted("loaded state is the caller's memory", D8 + "load_state_dict_copies", STATE,
             "bound_before)\noptimizer._fill_state()",
             "bound_before)\noptimizer._fill_state()\nfor p, given in fits.entries.items():\n"
@@ -322,7 +322,7 @@ PLANTED = (
             "return sum(_follow(self.params[i], self._master_of(i), threads) for i in sorted(indices))", "return 0"),
     Planted("what is loaded does not reach the device",
             SHARE + "a_run_goes_on_with_another_share_with_the_same_bits", "engine/resident.py",
-            "_tensor(getattr(self, name))[at] for", "_tensor(getattr(self, name))[at].clone() for"),
+            "parts = (t[at] for t in self.tensors)", "parts = (t[at].clone() for t in self.tensors)"),
     # ---- the field's twenty
     Planted("the ring is rounded to a power of two",
             FIELD + "the_pinned_ring_takes_what_was_asked_for_and_not_the_next_power_of_two", "transport/host.py",

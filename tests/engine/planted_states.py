@@ -14,7 +14,7 @@ BITS = DTYPES + "bits_depend_neither_on_schedule_nor_on_buckets_nor_on_threads[i
 TWIN = "contracts/test_design_6.py::test_no_gradient_of_an_earlier_micro_batch_is_lost[in_order-bfloat16-int8-x3]"
 TWIN_OF_BFLOAT16 = TWIN.replace("in_order", "overlapped").replace("int8", "bfloat16")
 KERNEL = "kernels/test_compact.py::test_bits_equal_the_twins[int8-bfloat16-ordinary]"
-ARENA, MOMENTS, FORMATS, COMPACT = "engine/arena.py", "engine/moments.py", "engine/formats.py", "kernels/cpu/compact.py"
+ARENA, MOMENTS, FORMATS, COMPACT = "engine/arena.py", "engine/moments.py", "engine/formats.py", "kernels/cpu/block.py"
 
 # fmt: off
 PLANTED = (
@@ -29,7 +29,7 @@ PLANTED = (
             "self._rounding.seed,", "0,"),
     Planted("noise of the arena's order instead of param_groups'",
             DTYPES + "a_parameter_that_is_bound_later_rounds_as_one_that_was_there[int8]", "engine/engine.py",
-            "[numbers.get(id(p), -1) for p in fresh]", "range(len(fresh))"),
+            "[numbers.get(id(p), -1) for p in lot.params]", "range(len(lot.params))"),
     Planted("a guess is accepted under other noise",
             DTYPES + "a_guess_that_was_rounded_with_other_noise_is_a_miss[int8]", "engine/speculation.py",
             "return same and np.array_equal(self.noise, work.noise())", "return same"),
