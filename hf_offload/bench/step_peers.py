@@ -189,7 +189,7 @@ def _deepspeed_adam(params: list[nn.Parameter]) -> Any:
             return DeepSpeedCPUAdam(params, adamw_mode=True, **_ADAMW)
     except RuntimeError as error:
         cause = f"its CPU op does not build: {_last_line(error.__cause__ or error)}"
-        remedy = "DeepSpeed compiles it at first use: install a C++ compiler and ninja"
+        remedy = "DeepSpeed compiles it at first use: have a C++ compiler and ninja on PATH"
         raise MissingPeer(explain("peer", "deepspeed", cause, remedy)) from error
 
 
