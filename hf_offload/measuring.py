@@ -27,7 +27,7 @@ from hf_offload.engine.plan import ParamSpec, plan_buckets
 from hf_offload.engine.tensors import WIRE
 from hf_offload.engine.units import UnitMap, find_units
 from hf_offload.errors import ConfigError, explain
-from hf_offload.measuring_host import Bench, Measured, kept_busy
+from hf_offload.measuring_host import Bench, Measured, kept_busy, seconds_a_turn
 from hf_offload.optimizer import OffloadAdam
 from hf_offload.simulation import COPY, DEVICE, HOST, HostCost, LinkCost
 from hf_offload.stopwatch import Passed, Stopwatch, Subject
@@ -93,7 +93,7 @@ def measure(
     bench = Bench(_sample(sizes), _wire(units), trained.threads, kind)
     kernels = bench.measure()
     say("Compute and host step side by side ...")
-    rates = _beside(subject, rows[0], bench, copies=trained.transport == "host")
+    rates = _rates(subject, rows[0], bench, copies=trained.transport == "host")
     figures = {**trained.figures(), **{f"kernel {name}": found for name, found in kernels.items()}}
     _refuse_busy(figures, busy.others(), WIDEST if widest is None else widest)
     alone = {name: found.value for name, found in kernels.items()}
@@ -276,62 +276,28 @@ def _stepping(subject: Subject, units: UnitMap, config: OffloadConfig) -> Iterat
         watch.close()
 
 
-def _beside(subject: Subject, rows: int, bench: Bench, copies: bool) -> dict[str, float]:
-    """The speed at which each of two kinds of work goes on beside the other, as a part of its own.
+def _rates(subject: Subject, rows: int, bench: Bench, copies: bool) -> dict[str, float]:
+    """The part of its speed at which each kind of work goes on beside another; `copies`: those take a core of the host.
 
-    Args:
-        copies: whether copies take a core of the host.
+    The training thread computes, a thread named as the engine's steps, or copies: so they are bound to their cores.
     """
 
-    def compute(at_least: float) -> list[float]:
-        found: list[float] = []
-        end = time.perf_counter() + at_least
-        while time.perf_counter() < end or len(found) < 3:
-            begin = time.perf_counter()
-            subject.forward(rows).backward()  # type: ignore[no-untyped-call]
-            subject.synchronize()
-            found.append(time.perf_counter() - begin)
-            for p in subject.model.parameters():
-                p.grad = None
-        return found
+    def compute() -> None:
+        subject.forward(rows).backward()  # type: ignore[no-untyped-call]
+        subject.synchronize()
+        for p in subject.model.parameters():
+            p.grad = None
 
-    def repeat(once: Callable[[], float], at_least: float) -> list[float]:
-        found: list[float] = []
-        end = time.perf_counter() + at_least
-        while time.perf_counter() < end or len(found) < 3:
-            found.append(once())
-        return found
-
-    def middle(found: Sequence[float]) -> float:
-        return statistics.median(found[1:] if len(found) > 3 else found)
-
-    compute(0.0)
-    alone = {
-        DEVICE: middle(compute(BESIDE_S / 2)),
-        HOST: middle(repeat(bench.step_all, BESIDE_S / 2)),
-        COPY: middle(repeat(bench.move_all, BESIDE_S / 4)),
-    }
-    works: dict[str, tuple[str, Callable[[], float]]] = {HOST: ("step", bench.step_all)}
-    if copies:
-        works[COPY] = "d2h", bench.move_all
-    rates: dict[str, float] = {}
-
-    def note(one: str, other: str, seconds: float) -> None:
-        rates[f"{one} beside {other}"] = min(1.0, alone[one] / seconds)
-
-    for kind, (name, once) in works.items():
-        with kept_busy(once, name, subject.settle) as theirs:
-            mine = compute(BESIDE_S)
-        note(DEVICE, kind, middle(mine))
-        if theirs:
-            note(kind, DEVICE, middle(theirs))
-    if copies:
-        with kept_busy(bench.step_all, "step", subject.settle) as theirs:
-            mine = repeat(bench.move_all, BESIDE_S)
-        note(COPY, HOST, middle(mine))
-        if theirs:
-            note(HOST, COPY, middle(theirs))
-    return rates
+    works = {DEVICE: compute, HOST: bench.step_all, COPY: bench.move_all}
+    pairs = [(DEVICE, HOST, "step")] + ([(DEVICE, COPY, "d2h"), (COPY, HOST, "step")] if copies else [])
+    alone = {kind: seconds_a_turn(works[kind], BESIDE_S / 2) for kind in {kind for *two, _ in pairs for kind in two}}
+    found = {}
+    for one, other, thread in pairs:
+        with kept_busy(works[other], thread, subject.settle) as theirs:
+            mine = seconds_a_turn(works[one], BESIDE_S)
+        found[f"{one} beside {other}"] = min(1.0, alone[one] / mine)
+        found[f"{other} beside {one}"] = min(1.0, alone[other] / theirs.seconds_a_turn)
+    return found
 
 
 def _refuse_busy(figures: dict[str, Measured], others: float | None, widest: float) -> None:

@@ -82,17 +82,15 @@ class Bench:
         }  # fmt: skip
         return {name: self._passes(work) for name, work in works.items()}
 
-    def step_all(self) -> float:
-        """One host step of the whole sample; its seconds."""
-        return self._once(self._step)
+    def step_all(self) -> None:
+        """One host step of the whole sample."""
+        self._once(self._step)
 
-    def move_all(self) -> float:
-        """One copy of the sample's gradients, as the host transport moves them; its seconds."""
-        begin = time.perf_counter()
+    def move_all(self) -> None:
+        """One copy of the sample's gradients, as the host transport moves them."""
         to, source, nbytes = self._made.ctypes.data, self._gradients.ctypes.data, self._made.nbytes
         for at in range(0, nbytes, PART_BYTES):
             ctypes.memmove(to + at, source + at, min(PART_BYTES, nbytes - at))
-        return time.perf_counter() - begin
 
     def _passes(self, work: Callable[[int, slice, int], Any]) -> Measured:
         found = [self._once(work) for _ in range(PASSES + 1)]
@@ -144,25 +142,54 @@ def _state_of(kind: StateFormat, numel: int) -> State:
     return state
 
 
+class Turns:
+    """How often something was done, and from when to when, seconds on `time.perf_counter`'s clock."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.begin = self.end = time.perf_counter()
+
+    def take(self, once: Callable[[], None]) -> None:
+        once()
+        self.count += 1
+        self.end = time.perf_counter()
+
+    @property
+    def seconds_a_turn(self) -> float:
+        """The mean, whatever time was lost in between: a scheduler may let one thread wait for several turns of the
+        other's, which a median would not show."""
+        return (self.end - self.begin) / self.count
+
+
+def seconds_a_turn(once: Callable[[], None], at_least_s: float) -> float:
+    """Seconds that `once()` takes, over at least so many seconds and three turns, after one that is not counted."""
+    once()
+    turns = Turns()
+    while turns.count < 3 or turns.end - turns.begin < at_least_s:
+        turns.take(once)
+    return turns.seconds_a_turn
+
+
 @contextmanager
-def kept_busy(once: Callable[[], float], name: str, started: Callable[[], None]) -> Iterator[list[float]]:
-    """In here a thread repeats `once()`; its results go into the list that is given out.
+def kept_busy(once: Callable[[], None], name: str, started: Callable[[], None]) -> Iterator[Turns]:
+    """In here a thread repeats `once()`, at least once; what is given out can be read afterwards.
 
     Args:
         name: whose work it stands for: the step's thread (`step`) or a copy's (`d2h`).
         started: called once the thread runs.
     """
-    stop, results = threading.Event(), []
+    stop, turns = threading.Event(), Turns()
 
     def repeat() -> None:
-        while not stop.is_set():
-            results.append(once())
+        turns.begin = time.perf_counter()
+        while not (stop.is_set() and turns.count):
+            turns.take(once)
 
     thread = threading.Thread(target=repeat, name=STEP_THREAD if name == "step" else f"{ENGINE}{name}", daemon=True)
     thread.start()
     try:
         started()
-        yield results
+        yield turns
     finally:
         stop.set()
         thread.join()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_offload.errors import ConfigError, explain
+from hf_offload.prediction import VANISHED
 from hf_offload.report import duration
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ _COLORS = {
     "delayed": "#7a5ba6",
 }
 """The schedules that are drawn; a guess that misses costs about what `streamed` does."""
+_LARGEST_ADDED = 60
+"""Percent that the lower axes show."""
 
 
 def check(output: Path) -> None:
@@ -47,48 +50,63 @@ def draw(told: Told, output: Path) -> None:
 
 
 def figure(told: Told) -> Any:
-    """A matplotlib figure: seconds of a step over tokens of a micro-batch, one line a schedule, both axes logarithmic.
+    """A matplotlib figure over the tokens of a micro-batch, one line a schedule: above, the time of a step, and below,
+    what is added to the compute, with a dot where that falls below 5 % for good.
 
-    A dot marks where what a schedule exposes falls below 5 % of the compute. Raises ConfigError without matplotlib.
+    Raises ConfigError without matplotlib.
     """
     made = _figure()
-    axes = made.add_axes((0.09, 0.13, 0.88, 0.76))
-    compute = next(c for c in told.curves if c.schedule == "in_order")
-    axes.fill_between(compute.tokens, compute.compute, color="#dddddd", linewidth=0, label="compute alone", zorder=0)
-    vanished: list[tuple[int, str, str]] = []
-    for curve in told.curves:
-        if curve.schedule not in _COLORS:
-            continue
-        color = _COLORS[curve.schedule]
-        axes.plot(curve.tokens, curve.steps, color=color, linewidth=1.8, label=curve.schedule)
-        if curve.vanishes_at is not None:
-            at = curve.tokens.index(curve.vanishes_at)
-            axes.plot([curve.tokens[at]], [curve.steps[at]], "o", color=color, markersize=7, zorder=4)
-            vanished.append((curve.vanishes_at, curve.schedule, color))
-    axes.axvline(told.work.tokens, color="#333333", linewidth=0.8, linestyle=":", zorder=0)
-    axes.annotate("this plan", (told.work.tokens, 1.0), (3, -11), xycoords=("data", "axes fraction"),
-                  textcoords="offset points", fontsize=9, color="#333333")  # fmt: skip
-    for line, (tokens, schedule, color) in enumerate(sorted(vanished, reverse=True)):
-        axes.text(0.98, 0.04 + 0.05 * line, f"{schedule}: hidden from {tokens:,} tokens", color=color, fontsize=9,
-                  ha="right", transform=axes.transAxes)  # fmt: skip
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        formatter(lambda seconds, _: duration(seconds))
-    axes.tick_params(axis="y", which="both", labelsize=8)
-    axes.set_ylim(bottom=min(compute.compute) * 0.8)
-    axes.set_xlim(compute.tokens[0], compute.tokens[-1])
-    axes.set_xticks(compute.tokens[::2], [f"{n:,}" for n in compute.tokens[::2]], fontsize=9)
-    axes.set_xlabel("tokens in a micro-batch", fontsize=10)
-    axes.set_ylabel("time of a step", fontsize=10)
-    axes.legend(frameon=False, fontsize=9, loc="upper left")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    above, below = made.add_axes((0.11, 0.45, 0.86, 0.46)), made.add_axes((0.11, 0.10, 0.86, 0.29))
+    curves = [curve for curve in told.curves if curve.schedule in _COLORS]
+    compute = curves[0]
+    above.fill_between(compute.tokens, compute.compute, color="#dddddd", linewidth=0, label="compute alone", zorder=0)
+    for curve in curves:
+        style = {"color": _COLORS[curve.schedule], "linewidth": 1.6}
+        above.plot(curve.tokens, curve.steps, label=curve.schedule, **style)
+        added = [100 * (step / alone - 1) for step, alone in zip(curve.steps, curve.compute)]
+        hidden = curve.vanishes_at
+        label = curve.schedule if hidden is None else f"{curve.schedule}: from {hidden:,} tokens"
+        below.plot(curve.tokens, added, label=label, **style)
+        if hidden is not None:
+            below.plot([hidden], [added[curve.tokens.index(hidden)]], "o", color=style["color"], markersize=6, zorder=4)
+    below.axhline(100 * VANISHED, color="#333333", linewidth=0.8, linestyle="--", zorder=0)
+    below.set_ylim(0, _LARGEST_ADDED)
+    _time_axis(above, min(compute.compute))
+    for axes in (above, below):
+        _token_axis(axes, told)
+    above.set_xticklabels([])
+    above.annotate("this plan", (told.work.tokens, 0.03), (3, 0), xycoords=("data", "axes fraction"),
+                   textcoords="offset points", fontsize=8, color="#333333")  # fmt: skip
+    above.set_ylabel("time of a step", fontsize=9)
+    below.set_ylabel("added to the compute, %", fontsize=9)
+    below.set_xlabel("tokens in a micro-batch", fontsize=9)
+    above.legend(frameon=False, fontsize=8, loc="upper left")
+    below.legend(frameon=False, fontsize=8, loc="upper right", title="below 5 %", title_fontsize=8)
     steps = f", {told.work.accumulation} micro-batches a step" if told.work.accumulation > 1 else ""
     name = told.calibration.model.get("name")
-    made.text(0.02, 0.945, f"Predicted step of {name}{steps}; a dot: less than 5 % exposed",
-              fontsize=11.5, fontweight="bold", va="center")  # fmt: skip
+    made.text(0.02, 0.955, f"Predicted step of {name}{steps}", fontsize=11.5, fontweight="bold", va="center")
     return made
+
+
+def _time_axis(axes: Any, least: float) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=0.8 * least)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: duration(seconds)))
+
+
+def _token_axis(axes: Any, told: Told) -> None:
+    tokens = told.curves[0].tokens
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(tokens[0], tokens[-1])
+    axes.set_xticks(tokens[::2], [f"{n:,}" for n in tokens[::2]])
+    axes.tick_params(labelsize=8)
+    axes.axvline(told.work.tokens, color="#333333", linewidth=0.8, linestyle=":", zorder=0)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
 
 
 def _figure() -> Any:
@@ -100,6 +118,6 @@ def _figure() -> Any:
         cause = "drawing needs matplotlib, which is not installed"
         remedy = "Install it: pip install 'hf-offload[plot]' (or matplotlib)"
         raise ConfigError(explain("--plot", "FILE", cause, remedy)) from None
-    made = Figure(figsize=(8, 4.8), dpi=150, facecolor="white")
+    made = Figure(figsize=(8, 6), dpi=150, facecolor="white")
     FigureCanvasAgg(made)
     return made

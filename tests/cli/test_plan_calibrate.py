@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from hf_offload import calibrating, cli, measuring
+from hf_offload import calibrating, calibration, cli, measuring
 from hf_offload.simulation import SCHEDULES
 
 TINY = """
@@ -95,6 +95,7 @@ def test_calibrate_then_plan_then_train(tiny: Path, tmp_path: Path) -> None:
     assert f"off by {figures['error']:+.0%}" in " ".join(run.split())
 
 
+@pytest.mark.slow
 def test_a_run_without_a_calibration_says_how_to_get_one(tiny: Path, tmp_path: Path) -> None:
     run = output("train", tiny, "--output-dir", tmp_path / "out")
     assert "hf-offload plan --calibrate" in " ".join(run.split())
@@ -117,13 +118,24 @@ def test_a_file_of_ones_own_from_another_machine_or_damaged_or_of_another_model(
     assert "the file is damaged" in refused("plan", tiny, "--calibration", file)
 
 
-def test_what_was_not_asked_for_hinders_no_plan_and_no_run(tiny: Path, tmp_path: Path) -> None:
-    """A damaged file in the cache: the plan is made, with a note; the run is trained, and says why nothing is told."""
-    prediction(tiny, "--calibrate")
-    stored(tmp_path)[0].write_text("{")
-    text = " ".join(output("plan", tiny).split())
+@pytest.fixture
+def damaged(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The recipe, whose calibration in the cache is damaged."""
+    (tmp_path / "cache" / "hf_offload" / "calibration").mkdir(parents=True)
+    file = tmp_path / "cache" / "hf_offload" / "calibration" / "c.json"
+    file.write_text("{")
+    monkeypatch.setattr(calibration, "path_for", lambda *given: file)
+    return tiny
+
+
+def test_a_damaged_file_in_the_cache_hinders_no_plan(damaged: Path) -> None:
+    text = " ".join(output("plan", damaged).split())
     assert "Note:" in text and "the file is damaged" in text and "predicted from measurements" not in text
-    output("train", tiny, "--output-dir", tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_damaged_file_in_the_cache_hinders_no_run(damaged: Path, tmp_path: Path) -> None:
+    output("train", damaged, "--output-dir", tmp_path / "out")
     figures = json.loads((tmp_path / "out" / "offload_summary.json").read_text())
     assert "the file is damaged" in figures["prediction"]["missing"]
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_offload import measuring
+from hf_offload.bench.cores import STEP_THREAD, engine_threads
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.formats import FORMATS
 from hf_offload.engine.units import find_units
 from hf_offload.errors import ConfigError
 from hf_offload.measuring import Stepped
-from hf_offload.measuring_host import Bench, Measured
+from hf_offload.measuring_host import Bench, Measured, kept_busy, seconds_a_turn
 from hf_offload.optimizer import OffloadAdam
 from hf_offload.simulation import HostCost
 from hf_offload.stopwatch import Passed, Stopwatch
@@ -240,4 +241,30 @@ def test_the_kernels_run_on_every_parameter_of_the_sample(
     monkeypatch.setattr(Bench, "_passes", spy)
     assert set(bench.measure()) | {"norm"} == set(HostCost.__slots__)
     assert seen == [1000, 300]
-    assert bench.step_all() > 0 and bench.move_all() > 0
+    bench.move_all()
+    assert (bench._made == bench._gradients).all()
+
+
+def test_turns_are_counted_with_all_the_time_that_passes_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 1000, 2))
+    monkeypatch.setattr("hf_offload.measuring_host.time.perf_counter", lambda: float(next(clock)))
+    done: list[int] = []
+    assert seconds_a_turn(lambda: done.append(1), at_least_s=9) == 2
+    assert len(done) == 1 + 5
+    assert seconds_a_turn(lambda: (done.append(1), next(clock)), at_least_s=0) == 4  # type: ignore[arg-type]
+    assert len(done) == 6 + 1 + 3
+
+
+def test_another_thread_is_kept_busy_at_least_once_and_then_ends() -> None:
+    done: list[str] = []
+    told: list[bool] = []
+
+    def started() -> None:
+        told.append(STEP_THREAD in {thread.name for thread in engine_threads()})
+
+    with kept_busy(lambda: done.append(threading.current_thread().name), "step", started) as turns:
+        pass
+    assert told == [True]
+    assert turns.count == len(done) >= 1 and turns.seconds_a_turn >= 0
+    assert set(done) == {STEP_THREAD}
+    assert STEP_THREAD not in {t.name for t in engine_threads()}
