@@ -80,6 +80,7 @@ def _to_host(owner: Owner, number: int) -> None:
         logger.warning("hf_offload: state stays on the device, though its memory ran short: %s", error)
 
 
+@torch.inference_mode(False)  # the forward before which it goes back may be an evaluation's
 def _move(owner: Owner, number: int, lot: Lot) -> None:
     owner.settle_state()
     old, new = owner.arenas[number], owner.new_arena(lot, number)

@@ -5,6 +5,7 @@ Bits never change. What a GPU would say of its memory is made up here.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import re
@@ -114,6 +115,9 @@ class Run:
     def backward(self) -> None:
         self.model(next(self.data)).backward()
 
+    def evaluate(self) -> None:
+        self.model(next(self.data))
+
     def step(self) -> None:
         self.backward()
         self.optimizer.step()
@@ -193,6 +197,18 @@ def test_streamed_it_goes_back_before_a_forward_and_not_under_its_gradients() ->
         run.backward()
         run.optimizer.step()
         assert resident(run.optimizer) == held
+
+
+def test_it_goes_back_before_an_evaluation_under_inference_mode() -> None:
+    memory = Memory(ALL)
+    with Run(memory) as run:
+        run.step()
+        memory.short = range(1000)
+        with torch.inference_mode():
+            run.evaluate()
+        assert resident(run.optimizer) < EMBEDDING + 3 * BLOCK + 90
+        run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+        run.step()
 
 
 def test_nothing_moves_between_clipping_and_the_step() -> None:
