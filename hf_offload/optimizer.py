@@ -141,7 +141,8 @@ class OffloadAdam(torch.optim.Optimizer):
             self._skip(found, factor)
         elif found.items:
             self._take_step(found, factor)
-            self._fill_state()
+            if len(self._shown) != self.engine.bound:
+                self._fill_state()
         self._pending.clear()
         return loss
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hf_offload.bench import small, start
+from hf_offload.bench import small, start, step_threads
+from hf_offload.engine.step_threads import StepThreads
 
 
 def test_importing_the_package_brings_in_the_standard_library_and_two_modules_of_ours() -> None:
@@ -56,3 +57,17 @@ def test_the_kernel_alone_steps_all_tensors(monkeypatch: pytest.MonkeyPatch) -> 
     (*state, grad, weight, bounds, rows), more = seen[0]
     assert all(a.size == 100 for a in (*state, grad, weight)) and bounds.tolist() == [0, 34, 67, 100]
     assert rows.shape[0] == 3 and rows[:, small.cpu.NUM_COEF - 1].all() and more == {"wire": "bfloat16", "threads": 2}
+
+
+def test_step_threads_measures_both_schedules_with_each_count(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds: list[Any] = []
+    real = step_threads._round
+    monkeypatch.setattr(step_threads, "_round", lambda s, config: rounds.append(config) or real(s, config))
+    monkeypatch.setattr(step_threads, "step_threads", lambda: StepThreads(1, 1, "here"))
+    step_threads.main(["--layers=2", "--width=8", "--rows=2", "--steps=1", "--rounds=2", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert [(c.schedule, c.threads) for c in rounds] == [("in_order", 1), ("overlapped", 1)] * 2
+    assert found["ratio_to_all_threads"] == {"in_order": {"1": 1.0}, "overlapped": {"1": 1.0}}
+    assert found["params"] == 2 * (2 * 8 * 16 + 16 + 8)
