@@ -23,7 +23,7 @@ EVERYTHING = """
 import hashlib, sys
 import numpy as np
 from hf_offload.kernels import cpu
-from hf_offload.kernels.cpu import reference
+from hf_offload.kernels.cpu import codecs, dither, reference
 def everything(threads, n=150_000):
     rng = np.random.default_rng(0)
     digest = hashlib.sha256()
@@ -45,6 +45,18 @@ def everything(threads, n=150_000):
         seeded = m.copy()
         total += cpu.reseed(weight, seeded, wire, threads), cpu.checksum(weight, threads)
         for part in (theta, m, v, weight, wide, narrow, seeded, repr(total).encode()):
+            digest.update(bytes(part))
+    bounds, first = np.array([0, n]), np.zeros(1, int)
+    for codec in cpu.CODECS.values():
+        held = codec.empty(n, -(-n // codecs.BLOCK))
+        held.m[:] = rng.integers(0, 1 << 7, n) | rng.integers(0, 2, n) << 8 * codec.dtype.itemsize - 1
+        held.v[:] = rng.integers(0, 1 << 7, n)
+        held.m_scale[:] = held.v_scale[:] = 1  # the least
+        state = cpu.CompactState(theta.copy(), held)
+        grad, weight = rng.integers(0, 1 << 7, n).astype(np.uint16), np.zeros(n, np.uint16)
+        rest = bounds, coef[:1], dither.rows(0, first, first, first)
+        cpu.compact_step(state, state, grad, weight, *rest, codec=codec, wire="bfloat16", threads=threads)
+        for part in (state.master, *held, weight):
             digest.update(bytes(part))
     return digest.hexdigest()
 """
