@@ -261,3 +261,35 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(CheckpointError, match="No space left"):
         convert.convert(start, "adamw", tmp_path / "new", model=Known())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["start"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_converting_takes_memory_for_one_parameter_and_not_for_the_state(tmp_path: Path) -> None:
+    import threading
+
+    from hf_offload.bench.checkpoint import rss_anon
+
+    numel, count = 1 << 21, 16
+    start = tmp_path / "start"
+    start.mkdir()
+    entry = {"step": torch.tensor(3.0), "master": torch.ones(numel)}
+    for name, scale in zip(held.CODES, held.SCALES):
+        entry |= {name: torch.full((numel,), 8, dtype=torch.uint8), scale: torch.full((numel // 128,), 99).byte()}
+    state = {i: {name: t.clone() for name, t in entry.items()} for i in range(count)}
+    torch.save({"state": state, "param_groups": [{"params": list(range(count))}]}, start / "optimizer.pt")
+    del state
+    moments.in_floats(entry)  # imported, and its own memory taken
+    before, peak, ended = rss_anon(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.001):
+            peak = max(peak, rss_anon())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    convert.convert(start, "adamw", tmp_path / "plain", fp32_weights=False)
+    ended.set()
+    thread.join()
+    assert peak - before < count * 8 * numel / 2, "what NumPy needs for a million elements is some 60 MB of it"

@@ -20,15 +20,16 @@ EXACT = [name for name in MODES if name != "delayed"]
 
 
 class Wide(nn.Module):
-    """Parameters of less than a block, of some blocks and a rest, and of whole blocks; no unit's size is one."""
+    """Parameters of less than a block, of some blocks and a rest, and of whole blocks. The head's weight, many blocks,
+    lies behind a rest: counted from the unit's start its blocks begin elsewhere than counted from its own."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(50, 33)
-        self.layers = nn.ModuleList([nn.Linear(33, 33) for _ in range(2)])
-        self.up = nn.Linear(33, 256, bias=False)
-        self.head = nn.Linear(256, 50)
+        self.embed = nn.Embedding(50, 32)
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(2)])
+        self.up = nn.Linear(32, 250, bias=False)
+        self.head = nn.Linear(250, 50)
         self.to(torch.bfloat16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
