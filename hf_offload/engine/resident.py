@@ -74,7 +74,8 @@ class ResidentArena(Arena):
         names = ("master", "exp_avg", "exp_avg_sq")
         parts = (t[at] for t in self.tensors)
         views = {name: torch.as_strided(t, p.shape, p.stride(), t.storage_offset()) for name, t in zip(names, parts)}
-        return {"step": self._steps[index], **views}
+        return {"step": self._steps[index], "exp_avg": views["exp_avg"], "exp_avg_sq": views["exp_avg_sq"],
+                "master": views["master"]}  # fmt: skip
 
     def holds(self, t: Tensor) -> bool:
         spans = ((a.data_ptr(), a.nbytes) for a in self.tensors)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_offload.bench import small, start, step_threads
+from hf_offload.bench import small, start, threads
 from hf_offload.engine.step_threads import StepThreads
 
 
@@ -63,10 +63,10 @@ def test_step_threads_measures_both_schedules_with_each_count(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rounds: list[Any] = []
-    real = step_threads._round
-    monkeypatch.setattr(step_threads, "_round", lambda s, config: rounds.append(config) or real(s, config))
-    monkeypatch.setattr(step_threads, "step_threads", lambda: StepThreads(1, 1, "here"))
-    step_threads.main(["--layers=2", "--width=8", "--rows=2", "--steps=1", "--rounds=2", "--json"])
+    real = threads._round
+    monkeypatch.setattr(threads, "_round", lambda s, config: rounds.append(config) or real(s, config))
+    monkeypatch.setattr(threads, "step_threads", lambda: StepThreads(1, 1, "here"))
+    threads.main(["--layers=2", "--width=8", "--rows=2", "--steps=1", "--rounds=2", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert [(c.schedule, c.threads) for c in rounds] == [("in_order", 1), ("overlapped", 1)] * 2
     assert found["ratio_to_all_threads"] == {"in_order": {"1": 1.0}, "overlapped": {"1": 1.0}}

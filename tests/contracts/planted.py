@@ -269,8 +269,8 @@ PLANTED = (
             D8 + "gradients_that_are_kept_are_not_added_to_before_their_copies_have_ended", ENGINE,
             "if self._may_be_kept:\nself._wait_for_kept_gradients()"),
     Planted("a step drops the gradients", D8 + "gradients_that_are_kept_go_on_accumulating" + on("in_order"), OPTIMIZER,
-            "found, factor)\nself._fill_state()",
-            "found, factor)\nself._fill_state()\nfor p in self._parameters():\n    p.grad = None"),
+            "found, factor)\nif len(self._shown)",
+            "found, factor)\nfor p in self._parameters():\n    p.grad = None\nif len(self._shown)"),
     Planted("zeroed gradients stay in the store", D8 + "gradients_zeroed_in_place_are_zeros_and_not_gone"
             + on("streamed"), STREAMING, "store.zero(params)"),
     Planted("a write to a gradient in flight is silent",
