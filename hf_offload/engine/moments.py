@@ -17,7 +17,7 @@ CODES = tuple(f"{name}_codes" for name in MOMENTS)
 SCALES = tuple(f"{name}_scale" for name in MOMENTS)
 INT8_NAMES = (CODES[0], SCALES[0], CODES[1], SCALES[1])
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_AT_ONCE = 1 << 20
+_AT_ONCE = 1 << 16
 """Elements that are converted at a time: NumPy's copies of them stay in the cache, and never are a second state."""
 
 

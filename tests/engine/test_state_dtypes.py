@@ -66,7 +66,7 @@ def all_bits(model: nn.Module, optimizer: OffloadAdam) -> dict[str, Any]:
     return found | {name: bits(p).tolist() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("state_dtype", COMPACT)
+@pytest.mark.parametrize("state_dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
 def test_bits_depend_neither_on_schedule_nor_on_buckets_nor_on_threads(state_dtype: str) -> None:
     expected = trained(state_dtype, "in_order", bucket_bytes=1 << 20)
     for mode in EXACT:
