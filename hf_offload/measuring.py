@@ -285,16 +285,35 @@ def _rates(subject: Subject, rows: int, bench: Bench, copies: bool) -> dict[str,
         for p in subject.model.parameters():
             p.grad = None
 
-    works = {DEVICE: compute, HOST: bench.step_all, COPY: bench.move_all}
+    works = {DEVICE: compute, HOST: bench.step_all, COPY: bench.move_and_rest}
     pairs = [(DEVICE, HOST, "step")] + ([(DEVICE, COPY, "d2h"), (COPY, HOST, "step")] if copies else [])
     alone = {kind: seconds_a_turn(works[kind], BESIDE_S / 2) for kind in {kind for *two, _ in pairs for kind in two}}
-    found = {}
+    found: dict[str, float] = {}
     for one, other, thread in pairs:
         with kept_busy(works[other], thread, subject.settle) as theirs:
             mine = seconds_a_turn(works[one], BESIDE_S)
-        found[f"{one} beside {other}"] = min(1.0, alone[one] / mine)
-        found[f"{other} beside {one}"] = min(1.0, alone[other] / theirs.seconds_a_turn)
+        took = {one: mine, other: theirs.seconds_a_turn}
+        for kind, beside in ((one, other), (other, one)):
+            found[f"{kind} beside {beside}"] = _rate(kind, beside, alone, took)
     return found
+
+
+def _rate(kind: str, beside: str, alone: dict[str, float], took: dict[str, float]) -> float:
+    """The speed of `kind` while `beside` is at work. Copies rest for half of their time alone, as between buckets: a
+    thread that never sleeps is treated otherwise by the system's scheduler.
+
+    Args:
+        alone, took: seconds of a turn, alone and side by side.
+    """
+    rest = alone[COPY] / 2 if COPY in alone else 0.0
+    if kind == COPY:
+        return _part(rest / max(took[COPY] - rest, 1e-9))
+    busy = (took[COPY] - rest) / took[COPY] if beside == COPY else 1.0
+    return _part(1 - (1 - alone[kind] / took[kind]) / max(busy, 1e-3))
+
+
+def _part(rate: float) -> float:
+    return min(1.0, max(0.01, rate))
 
 
 def _refuse_busy(figures: dict[str, Measured], others: float | None, widest: float) -> None:

@@ -23,8 +23,8 @@ class Tiny(nn.Module):
         self.is_activation_checkpointing = False
 
 
-def digest(model: nn.Module, config: OffloadConfig = OffloadConfig(), **more: Any) -> str:
-    return str(facts("name", model, more.pop("device", "cpu"), config, **more)["digest"])
+def digest(model: nn.Module, config: OffloadConfig | None = None, **more: Any) -> str:
+    return str(facts("name", model, more.pop("device", "cpu"), config or OffloadConfig(), **more)["digest"])
 
 
 def test_a_calibration_is_kept_by_what_its_figures_depend_on() -> None:
