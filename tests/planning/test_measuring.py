@@ -155,6 +155,7 @@ def test_a_whole_calibration(quick: None, monkeypatch: pytest.MonkeyPatch, sampl
     assert all(getattr(found.host, name) > 0 for name in HostCost.__slots__)
     assert found.link.transport == "host" and found.link.emulates
     assert 0 < found.link.down.latency < 0.05, "the emulated link, of 100 ms, is left out"
+    assert 0 <= found.link.emulation_s < 0.05
     kinds = ("device", "host", "copy")
     assert set(found.rates) == {f"{a} beside {b}" for a in kinds for b in kinds if a != b}
     assert all(0 < rate <= 1 for rate in found.rates.values())
