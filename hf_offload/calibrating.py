@@ -230,7 +230,9 @@ def of_run(name: str, trainer: Any, spec: Recipe, summary: Mapping[str, Any]) ->
     measured, and `calibration`, the file; or `missing`, why there is no prediction. Never raises for want of one."""
     from hf_offload.subjects import facts
 
-    measured = summary["seconds_per_step"]
+    args, measured = trainer.args, summary["seconds_per_step"]
+    if args.world_size > 1:
+        return {"missing": f"{args.world_size} ranks add up their gradients, which was not measured"}
     device = "cuda" if summary["transport"] == "cuda" else "cpu"
     about, machine = facts(name, trainer.model, device, spec.offload), calibration.fingerprint()
     try:
@@ -239,7 +241,6 @@ def of_run(name: str, trainer: Any, spec: Recipe, summary: Mapping[str, Any]) ->
         return {"missing": str(error)}
     if found is None:
         return {"missing": f"this model was not calibrated on this machine: hf-offload plan --calibrate {name}"}
-    args = trainer.args
     accumulation = args.gradient_accumulation_steps
     tokens = round((summary["tokens_per_second"] or 0.0) * (measured or 0.0) / accumulation)
     tokens = tokens or args.per_device_train_batch_size * spec.data.block_size

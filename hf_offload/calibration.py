@@ -47,12 +47,14 @@ class Link:
         emulates: whether a speed can be set on top of it: then a copy takes what that speed or the host's cores say,
             whichever is longer.
         down, up: each direction.
+        emulation_s: seconds that a copy takes more once a speed is set: the system wakes its thread up late.
     """
 
     transport: str
     emulates: bool
     down: LinkCost
     up: LinkCost
+    emulation_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +237,7 @@ def _built(given: Mapping[str, Any]) -> Calibration:
             emulates=bool(link["emulates"]),
             down=LinkCost(**_numbers(link["down"])),
             up=LinkCost(**_numbers(link["up"])),
+            emulation_s=_number(link["emulation_s"]),
         ),
         engine=Engine(**_numbers(given["engine"])),
         rates=_numbers(given["rates"]),

@@ -31,7 +31,7 @@ from hf_offload.measuring_host import Bench, Measured, kept_busy, seconds_a_turn
 from hf_offload.optimizer import OffloadAdam
 from hf_offload.simulation import COPY, DEVICE, HOST, HostCost, LinkCost
 from hf_offload.stopwatch import Passed, Stopwatch, Subject
-from hf_offload.transport import Segment
+from hf_offload.transport import HostTransport, Segment, Transport
 
 SAMPLE = 24_000_000
 """Parameters of the sample of the model that host figures are taken from: 0.6 GB of host memory."""
@@ -41,6 +41,7 @@ SECONDS = 12.0
 LATENCIES, LATENCY_BYTES = 40, 1024
 IDLE_S = 1e-3
 """Seconds of quiet before each of the small copies: a thread that has just worked wakes up sooner than in training."""
+EMULATED_S = 3e-4
 BESIDE_S = 1.0
 WIDEST = 0.15
 """The widest spread of a figure that is stored: interquartile range over median."""
@@ -106,7 +107,7 @@ def measure(
         threads=trained.threads,
         state_dtype=config.state_dtype,
         host=_host_cost(alone, figures["host step"].value, figures["norm"].value),
-        link=_link(trained.transport, trained.steps, trained.nbytes, trained.latencies),
+        link=_link(trained.transport, trained.steps, trained.nbytes, trained.latencies, trained.emulation_s),
         engine=_engine(trained.steps, trained.buckets, trained.latencies),
         rates=rates,
         spread={name: found.spread for name, found in figures.items()},
@@ -119,7 +120,7 @@ class _Trained:
 
     Attributes:
         passes: micro-batches by their number of rows; steps: one after each.
-        latencies: of small copies down and up.
+        latencies: of small copies down and up; emulation_s: what an emulated link adds to each.
         threads: of the host step; transport: its name.
         params, buckets, nbytes: parameters stepped, their buckets, and their bytes on the wire.
     """
@@ -127,6 +128,7 @@ class _Trained:
     passes: dict[int, list[Passed]]
     steps: list[Stepped]
     latencies: tuple[list[float], list[float]]
+    emulation_s: float
     threads: int
     transport: str
     params: int
@@ -152,9 +154,11 @@ def _train(
             passes[count], stepped = lab.steps(count)
             steps += stepped
         say("The link's latency ...")
+        latencies = lab.latencies()
         return _Trained(
-            passes, steps, lab.latencies(), lab.threads, lab.transport_name, lab.params, lab.buckets, lab.nbytes
-        )
+            passes, steps, latencies, _emulation_s(latencies) if lab.transport_name == "host" else 0.0,
+            lab.threads, lab.transport_name, lab.params, lab.buckets, lab.nbytes,
+        )  # fmt: skip
 
 
 def _host_cost(kernels: dict[str, float], step: float, norm: float) -> HostCost:
@@ -239,20 +243,36 @@ class _Lab:
         return Stepped(wall, main, norm, *(stats.seconds[name] for name in ("d2h", "host_step", "h2d")))
 
     def latencies(self) -> tuple[list[float], list[float]]:
-        """Seconds of small copies down and up, from asking for them to knowing of their end."""
-        transport = self._optimizer.engine.placement.transport
-        device = next(self._subject.model.parameters()).device
-        there = torch.zeros(LATENCY_BYTES, dtype=torch.uint8, device=device)
-        segments = [Segment(there.data_ptr(), LATENCY_BYTES, 0, there)]
+        """Of small copies over the engine's transport, down and up."""
         self._subject.synchronize()
-        found: tuple[list[float], list[float]] = ([], [])
-        for _ in range(LATENCIES):
-            for times, start in zip(found, (transport.to_host, transport.to_device)):
-                time.sleep(IDLE_S)
-                begin = time.perf_counter()
-                start(segments, 0, None).wait(60.0)
-                times.append(time.perf_counter() - begin)
-        return found
+        device = next(self._subject.model.parameters()).device
+        return _latencies(self._optimizer.engine.placement.transport, device)
+
+
+def _latencies(transport: Transport, device: torch.device) -> tuple[list[float], list[float]]:
+    """Seconds of small copies down and up, from asking for them to knowing of their end."""
+    there = torch.zeros(LATENCY_BYTES, dtype=torch.uint8, device=device)
+    segments = [Segment(there.data_ptr(), LATENCY_BYTES, 0, there)]
+    found: tuple[list[float], list[float]] = ([], [])
+    for _ in range(LATENCIES):
+        for times, start in zip(found, (transport.to_host, transport.to_device)):
+            time.sleep(IDLE_S)
+            begin = time.perf_counter()
+            start(segments, 0, None).wait(60.0)
+            times.append(time.perf_counter() - begin)
+    return found
+
+
+def _emulation_s(plain: tuple[list[float], list[float]]) -> float:
+    """What a copy over an emulated link takes more than its latency and a copy's without one."""
+    transport = HostTransport(1, LATENCY_BYTES, link_latency_us=EMULATED_S * 1e6)
+    try:
+        emulated = _latencies(transport, torch.device("cpu"))
+    finally:
+        transport.close()
+    return max(
+        0.0, statistics.median([*emulated[0], *emulated[1]]) - EMULATED_S - statistics.median([*plain[0], *plain[1]])
+    )
 
 
 @contextmanager
@@ -288,16 +308,35 @@ def _rates(subject: Subject, rows: int, bench: Bench, copies: bool) -> dict[str,
         for p in subject.model.parameters():
             p.grad = None
 
-    works = {DEVICE: compute, HOST: bench.step_all, COPY: bench.move_all}
+    works = {DEVICE: compute, HOST: bench.step_all, COPY: bench.move_and_rest}
     pairs = [(DEVICE, HOST, "step")] + ([(DEVICE, COPY, "d2h"), (COPY, HOST, "step")] if copies else [])
     alone = {kind: seconds_a_turn(works[kind], BESIDE_S / 2) for kind in {kind for *two, _ in pairs for kind in two}}
-    found = {}
+    found: dict[str, float] = {}
     for one, other, thread in pairs:
         with kept_busy(works[other], thread, subject.settle) as theirs:
             mine = seconds_a_turn(works[one], BESIDE_S)
-        found[f"{one} beside {other}"] = min(1.0, alone[one] / mine)
-        found[f"{other} beside {one}"] = min(1.0, alone[other] / theirs.seconds_a_turn)
+        took = {one: mine, other: theirs.seconds_a_turn}
+        for kind, beside in ((one, other), (other, one)):
+            found[f"{kind} beside {beside}"] = _rate(kind, beside, alone, took)
     return found
+
+
+def _rate(kind: str, beside: str, alone: dict[str, float], took: dict[str, float]) -> float:
+    """The speed of `kind` while `beside` is at work. Copies rest for half of their time alone, as between buckets: a
+    thread that never sleeps is treated otherwise by the system's scheduler.
+
+    Args:
+        alone, took: seconds of a turn, alone and side by side.
+    """
+    rest = alone[COPY] / 2 if COPY in alone else 0.0
+    if kind == COPY:
+        return _part(rest / max(took[COPY] - rest, 1e-9))
+    busy = (took[COPY] - rest) / took[COPY] if beside == COPY else 1.0
+    return _part(1 - (1 - alone[kind] / took[kind]) / max(busy, 1e-3))
+
+
+def _part(rate: float) -> float:
+    return min(1.0, max(0.01, rate))
 
 
 def _refuse_busy(figures: dict[str, Measured], others: float | None, widest: float) -> None:
@@ -341,7 +380,13 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return max(0.0, short - slope * few), slope if slope * few <= short else long / many
 
 
-def _link(name: str, steps: Sequence[Stepped], nbytes: int, latencies: tuple[list[float], list[float]]) -> Link:
+def _link(
+    name: str,
+    steps: Sequence[Stepped],
+    nbytes: int,
+    latencies: tuple[list[float], list[float]],
+    emulation_s: float = 0.0,
+) -> Link:
     emulates = name == "host"
     found = []
     for seconds, times in zip(([s.d2h for s in steps], [s.h2d for s in steps]), latencies):
@@ -352,7 +397,7 @@ def _link(name: str, steps: Sequence[Stepped], nbytes: int, latencies: tuple[lis
             if emulates
             else LinkCost(per_byte=each, latency=latency)
         )
-    return Link(transport=name, emulates=emulates, down=found[0], up=found[1])
+    return Link(transport=name, emulates=emulates, down=found[0], up=found[1], emulation_s=emulation_s)
 
 
 def _engine(steps: Sequence[Stepped], buckets: int, latencies: tuple[list[float], list[float]]) -> Engine:

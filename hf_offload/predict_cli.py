@@ -97,7 +97,7 @@ def bench_predict(
 ) -> None:
     """Predict and measure the step of each schedule at several link speeds and batch sizes, and show the errors.
 
-    One calibration, as plan --calibrate makes it, then real steps behind an emulated device. Some three minutes.
+    One calibration, as plan --calibrate makes it, then real steps behind an emulated device. Some four minutes.
     """
     console = Console(stderr=True)
     with console.status("Loading torch ...") as status:

@@ -119,7 +119,7 @@ def costs_of(found: Calibration, config: OffloadConfig) -> Costs:
     """What each piece of work takes. An emulated link lies on top of the host's own copies."""
     down, up = found.link.down, found.link.up
     if found.link.emulates:
-        down, up = (_emulated(cost, config) for cost in (down, up))
+        down, up = (_emulated(cost, config, found.link.emulation_s) for cost in (down, up))
     rates: dict[tuple[str, str], float] = {}
     for name, rate in found.rates.items():
         one, _, other = name.partition(" beside ")
@@ -129,11 +129,12 @@ def costs_of(found: Calibration, config: OffloadConfig) -> Costs:
     )
 
 
-def _emulated(cost: LinkCost, config: OffloadConfig) -> LinkCost:
+def _emulated(cost: LinkCost, config: OffloadConfig, emulation_s: float) -> LinkCost:
+    if config.link_gb_s is None and not config.link_latency_us:
+        return cost
     per_byte = 0.0 if config.link_gb_s is None else 1.0 / (config.link_gb_s * 1e9)
-    return LinkCost(
-        per_byte=per_byte, core_per_byte=cost.core_per_byte, latency=cost.latency + config.link_latency_us * 1e-6
-    )
+    latency = cost.latency + config.link_latency_us * 1e-6 + emulation_s
+    return LinkCost(per_byte=per_byte, core_per_byte=cost.core_per_byte, latency=latency)
 
 
 # ---- over many batch sizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +183,9 @@ def test_the_plot(tiny: Path, tmp_path: Path) -> None:
     )
 
 
-def test_without_matplotlib_the_error_gives_the_command(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
+def test_without_matplotlib_the_error_gives_the_command_and_comes_before_a_minute_of_measuring(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "pip install 'hf-offload[plot]'" in refused("plan", tiny, "--calibrate", "--plot", "x.png")
+    assert not stored(tmp_path)

@@ -38,6 +38,7 @@ def made(**changes: Any) -> Calibration:
             emulates=True,
             down=LinkCost(per_byte=0, core_per_byte=1e-10, latency=1e-5),
             up=LinkCost(per_byte=0, core_per_byte=2e-10),
+            emulation_s=5e-5,
         ),
         "engine": Engine(step_s=1e-3, bucket_s=1e-4),
         "rates": {"device beside host": 0.5},

@@ -156,6 +156,7 @@ def test_a_whole_calibration(quick: None, monkeypatch: pytest.MonkeyPatch, sampl
     assert all(getattr(found.host, name) > 0 for name in HostCost.__slots__)
     assert found.link.transport == "host" and found.link.emulates
     assert 0 < found.link.down.latency < 0.05, "the emulated link, of 100 ms, is left out"
+    assert 0 <= found.link.emulation_s < 0.05
     kinds = ("device", "host", "copy")
     assert set(found.rates) == {f"{a} beside {b}" for a in kinds for b in kinds if a != b}
     assert all(0 < rate <= 1 for rate in found.rates.values())
@@ -241,8 +242,29 @@ def test_the_kernels_run_on_every_parameter_of_the_sample(
     monkeypatch.setattr(Bench, "_passes", spy)
     assert set(bench.measure()) | {"norm"} == set(HostCost.__slots__)
     assert seen == [1000, 300]
-    bench.move_all()
-    assert (bench._made == bench._gradients).all()
+    bench._room[:] = 0
+    bench.move_and_rest()
+    assert (bench._room == bench._gradients[:1000]).all(), "the largest bucket"
+
+
+@pytest.mark.parametrize(
+    ("kind", "beside", "took", "rate"),
+    [
+        ("device", "host", {"device": 20.0, "host": 8.0}, 0.5),
+        ("host", "device", {"device": 20.0, "host": 8.0}, 0.5),
+        # copies work 2 and rest 2: beside the device they work 6 of 8, in which it does a third of what it could
+        ("copy", "device", {"device": 20.0, "copy": 8.0}, 2 / 6),
+        ("device", "copy", {"device": 20.0, "copy": 8.0}, 1 / 3),
+        ("device", "copy", {"device": 9.0, "copy": 4.0}, 1.0),
+        ("device", "copy", {"device": 90.0, "copy": 4.0}, 0.01),
+        ("copy", "host", {"host": 4.0, "copy": 2.0}, 1.0),
+    ],
+)
+def test_rates_are_those_of_the_time_in_which_both_are_at_work(
+    kind: str, beside: str, took: dict[str, float], rate: float
+) -> None:
+    alone = {"device": 10.0, "host": 4.0, "copy": 4.0}
+    assert measuring._rate(kind, beside, alone, took) == pytest.approx(rate)
 
 
 def test_turns_are_counted_with_all_the_time_that_passes_between_them(monkeypatch: pytest.MonkeyPatch) -> None:

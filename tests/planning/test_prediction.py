@@ -58,10 +58,11 @@ def test_all_schedules_are_predicted_or_those_asked_for() -> None:
 
 def test_an_emulated_link_lies_on_top_of_the_hosts_copies() -> None:
     copies = LinkCost(per_byte=0.0, core_per_byte=2e-9, latency=1e-5)
-    found = made(link=Link(transport="host", emulates=True, down=copies, up=copies))
+    found = made(link=Link(transport="host", emulates=True, down=copies, up=copies, emulation_s=2e-5))
     config = dataclasses.replace(CONFIG, link_gb_s=0.25, link_latency_us=30.0)
     costs = prediction.costs_of(found, config)
-    assert costs.down == costs.up == LinkCost(per_byte=4e-9, core_per_byte=2e-9, latency=pytest.approx(4e-5))
+    assert costs.down == costs.up == LinkCost(per_byte=4e-9, core_per_byte=2e-9, latency=pytest.approx(6e-5))
+    assert prediction.costs_of(found, CONFIG).down == copies, "no link is emulated"
     real = made(link=Link(transport="cuda", emulates=False, down=LinkCost(per_byte=5e-11), up=copies))
     assert prediction.costs_of(real, CONFIG).down.per_byte == 5e-11
 
