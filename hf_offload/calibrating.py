@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_offload import calibration, prediction, recipe
+from hf_offload import calibration, planner, prediction, recipe
 from hf_offload.calibration import Calibration
-from hf_offload.config import OffloadConfig
+from hf_offload.config import AUTO, OffloadConfig
 from hf_offload.errors import ConfigError, explain
 from hf_offload.planner import Workload
 from hf_offload.planning import Asked, plannable
@@ -183,7 +183,11 @@ class Told:
 
 def tell(found: Calibration, path: Path, offload: OffloadConfig, plan: Workload, clip: bool) -> Told:
     """Predictions of every schedule for a plan's micro-batch, and for smaller and larger ones."""
-    work = prediction.Work(tokens=plan.tokens, accumulation=plan.accumulation, clip=clip)
+    held = 0 if offload.device_state_bytes == AUTO else int(offload.device_state_bytes)
+    work = prediction.Work(
+        tokens=plan.tokens, accumulation=plan.accumulation, clip=clip,
+        resident=min(1.0, held / (planner.STATE_BYTES * found.params)),
+    )  # fmt: skip
     exponents = (k / (CURVE_POINTS - 1) * CURVE_OCTAVES - CURVE_OCTAVES / 2 for k in range(CURVE_POINTS))
     tokens = sorted({max(1, round(plan.tokens * 2**e)) for e in exponents})
     notes = []
@@ -244,7 +248,10 @@ def of_run(name: str, trainer: Any, spec: Recipe, summary: Mapping[str, Any]) ->
     accumulation = args.gradient_accumulation_steps
     tokens = round((summary["tokens_per_second"] or 0.0) * (measured or 0.0) / accumulation)
     tokens = tokens or args.per_device_train_batch_size * spec.data.block_size
-    work = prediction.Work(tokens=tokens, accumulation=accumulation, clip=bool(args.max_grad_norm))
+    resident = summary["device_bytes"]["optimizer"] / (planner.STATE_BYTES * summary["params"])
+    work = prediction.Work(
+        tokens=tokens, accumulation=accumulation, clip=bool(args.max_grad_norm), resident=resident
+    )  # fmt: skip
     told = prediction.predict_as_trained(found, spec.offload, work, summary["schedule"])
     return {
         "seconds_per_step": told.step,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hf_offload import planner
 from hf_offload.calibration import Calibration
 from hf_offload.config import OffloadConfig
 from hf_offload.simulation import SCHEDULES, BucketSize, Costs, LinkCost, Outcome, UnitWork, Way, simulate
@@ -85,9 +86,12 @@ def _prediction(name: str, outcome: Outcome) -> Prediction:
 
 def _outcome(way: Way, units: Sequence[UnitWork], costs: Costs, config: OffloadConfig, work: Work) -> Outcome:
     shadow = config.shadow_bytes or None
+    block = planner.STATE_BLOCK
     return simulate(
-        way, units, costs, accumulation=work.accumulation, slots=config.ring_slots, clip=work.clip, shadow_bytes=shadow
-    )
+        way, units, costs, accumulation=work.accumulation, slots=config.ring_slots, clip=work.clip,
+        shadow_bytes=shadow,
+        state_bytes=planner.MASTER_BYTES + 2 * planner.moment_bytes(block, config.state_dtype) / block,
+    )  # fmt: skip
 
 
 def units_of(found: Calibration, config: OffloadConfig, work: Work) -> list[UnitWork]:

@@ -24,7 +24,6 @@ from hf_offload.fluid import Mailbox, Process, Rates, Signal, Work, World
 DEVICE, HOST, COPY, LINK, PYTHON = "device", "host", "copy", "link", "python"
 PART = 1 << 19
 """Parameters that are stepped ahead in one go; as `engine.speculation.PART`."""
-STATE_BYTES = 12
 STEPS, COUNTED = 7, 3
 """Simulated steps, and how many of the last are averaged: by then each repeats the one before."""
 
@@ -164,6 +163,7 @@ def simulate(
     slots: int = 4,
     clip: bool = True,
     shadow_bytes: int | None = None,
+    state_bytes: float = 12.0,
 ) -> Outcome:
     """Simulate `STEPS` steps of a schedule, as `SCHEDULES["overlapped"]`, and average the last of them.
 
@@ -172,21 +172,22 @@ def simulate(
         accumulation: micro-batches in a step.
         slots: of the ring, each way.
         clip: whether the gradients' norm is needed before the step.
-        shadow_bytes: room for guesses, filled in forward order, 12 bytes a parameter and its weight; None: for all.
+        shadow_bytes: room for guesses, filled in forward order; None: for all.
+        state_bytes: of it that a parameter takes beside its weight.
     """
     run = _Run(way, units, costs, accumulation, slots, clip)
-    _cover(run.buckets, shadow_bytes)
+    _cover(run.buckets, shadow_bytes, state_bytes)
     run.world.run()
     assert len(run.begun) == STEPS + 1, "the simulation stands still"
     compute = accumulation * sum(unit.forward + unit.backward for unit in units)
     return Outcome((run.begun[STEPS] - run.begun[STEPS - COUNTED]) / COUNTED, compute)
 
 
-def _cover(buckets: Sequence[_Bucket], shadow_bytes: int | None) -> None:
+def _cover(buckets: Sequence[_Bucket], shadow_bytes: int | None, state_bytes: float) -> None:
     """Give buckets room in the shadow as `engine.speculation` does."""
     left = float("inf") if shadow_bytes is None else float(shadow_bytes)
     for bucket in buckets:
-        left -= STATE_BYTES * bucket.size.params + bucket.size.nbytes
+        left -= state_bytes * bucket.size.params + bucket.size.nbytes
         if left < 0:
             return
         bucket.covered = True
