@@ -359,6 +359,11 @@ def test_a_gpu_is_asked_for_what_torch_has_not_reserved_and_for_failed_allocatio
         memory = CudaMemory(torch.device("cuda", 0))
         assert memory.free_bytes() == 30 << 30
         assert memory.margin_bytes() == 4 << 30, "a twentieth of 80 GiB is left alone"
+        with (
+            patch("torch.cuda.memory_reserved", lambda device: 9 << 30),
+            patch("torch.cuda.memory_allocated", lambda device: 7 << 30),
+        ):
+            assert memory.room_bytes() == 32 << 30
         assert not memory.ran_short(), "what happened before does not count"
         for name in ("num_alloc_retries", "num_ooms"):
             stats[name] += 1

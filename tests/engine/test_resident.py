@@ -8,14 +8,18 @@ import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hf_offload import OffloadAdam
+from hf_offload.engine import resident as resident_module
 from hf_offload.engine.masters import cast_trainable
-from hf_offload.engine.resident import ResidentArena
+from hf_offload.engine.resident import ResidentArena, follow_by_torch
+from hf_offload.engine.tensors import WIRE, host_array
+from hf_offload.kernels import cpu
 from support.engine import (
     EXACT,
     LATE,
@@ -220,6 +224,39 @@ def test_weights_changed_from_outside_become_its_masters_element_by_element(nbyt
     before[0, 0] = 3.0
     assert torch.equal(optimizer.state[p]["master"], before) and p in resident(optimizer)
     optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_a_gpu_torch_compares_weights_with_masters_as_the_kernel_does(dtype: torch.dtype) -> None:
+    dice = torch.Generator().manual_seed(0)
+    master = torch.randn(1000, generator=dice) * 10.0 ** torch.randint(-9, 9, (1000,), generator=dice)
+    weight = nn.Parameter(master.clone().to(dtype).view(20, 50).t())  # dense, and not contiguous
+    with torch.no_grad():
+        weight[3, ::2] = -0.0
+        weight[4, :] += 1
+    by_torch, by_kernel = master.clone(), master.clone()
+    with patch.object(resident_module, "_CHUNK", 64):
+        changed = follow_by_torch(weight, by_torch)
+    assert changed == cpu.reseed(host_array(weight), by_kernel.numpy(), WIRE[dtype], 1) > 0
+    assert torch.equal(bits(by_torch), bits(by_kernel)) and not torch.equal(by_torch, master)
+
+
+@pytest.mark.parametrize("mode", ["overlapped", "speculative"])
+def test_state_that_is_tensors_as_on_a_gpu(mode: str) -> None:
+    def allocate(arena: ResidentArena) -> None:
+        arena.master, arena.exp_avg, arena.exp_avg_sq = (torch.zeros(arena.plan.numel) for _ in range(3))
+
+    with patch.object(ResidentArena, "_allocate", allocate):
+        found = train(settings(mode, device_state_bytes=half(MODELS["mixed"]())), PLANS[3], make=MODELS["mixed"])
+        assert found == reference("mixed", 3)
+        model, optimizer = run(mode, ALL)
+        saved = optimizer.state_dict()
+        assert optimizer.engine.arenas[0].holds(saved["state"][0]["exp_avg"]), "on a CPU it is the memory itself"
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        with torch.no_grad():
+            model.embed.weight.fill_(0.5)
+        assert optimizer.reseed() > 0
+        optimizer.close()
 
 
 def test_a_parameter_that_is_unfrozen_later_takes_what_room_is_left() -> None:
