@@ -1,10 +1,9 @@
 """What a share of the state on the device saves: `python -m hf_offload.bench.share --json`.
 
 Three optimizers over equal models take equal steps in turn, in order, so that each phase is measured by itself: all
-state on the host, half of it on the device, all of it on the device. The device is this machine's CPU: the step of what
-stays there is the same Numba kernel on the same cores, so it is `step_seconds` that it hardly changes; on a GPU it runs
-at the bandwidth of the device's memory, at some twenty times the speed. What travels, and what the host steps, is
-counted and timed as in training.
+state on the host, half of it on the device, all of it on the device. The device is this machine's CPU, so what stays
+there is stepped by the same kernel on the same cores: `step_seconds` shows that, and says nothing of a GPU, which does
+it at the bandwidth of its own memory. What travels, and what the host steps, is counted and timed as in training.
 """
 
 from __future__ import annotations
@@ -111,13 +110,14 @@ class Contender:
             "h2d_bytes": stats.h2d_bytes,
             "step_seconds": statistics.median(self.walls),
             **{f"{phase}_seconds": statistics.median(seconds) for phase, seconds in self.seconds.items()},
-            "spread": _spread(self.walls),
+            "step_spread": _spread(self.walls),
+            "host_step_spread": _spread(self.seconds["host_step"]),
         }
 
 
 def run(setting: Setting) -> dict[str, Any]:
-    """Seconds are of one step, medians; `ratios` are to the same run's share `none`; `spread` is the interquartile
-    range over the median.
+    """Seconds are of one step, medians; `ratios` are to the same run's share `none`; `*_spread` is the
+    interquartile range over the median.
 
     Raises:
         HostMemoryError: it does not fit.
@@ -166,8 +166,8 @@ def _ratios(found: dict[str, Any], base: dict[str, Any]) -> dict[str, float]:
 def _spread(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0
-    low, _, high = statistics.quantiles(values, n=4)
-    return (high - low) / statistics.median(values)
+    low, middle, high = statistics.quantiles(values, n=4)
+    return (high - low) / middle if middle else 0.0
 
 
 def _text(found: dict[str, Any]) -> str:

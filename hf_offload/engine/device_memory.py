@@ -16,8 +16,12 @@ class DeviceMemory(Protocol):
         """What nobody has taken, torch's own reserve left out. None: there is nothing to measure."""
         ...
 
+    def room_bytes(self) -> int | None:
+        """What an allocation may find: that, and what torch has reserved and not given to anybody. None: as above."""
+        ...
+
     def margin_bytes(self) -> int:
-        """What of it is better left alone."""
+        """What of `free_bytes` is better left alone."""
         ...
 
     def ran_short(self) -> bool:
@@ -29,6 +33,9 @@ class NoDeviceMemory:
     """A CPU that stands for a device: its memory is the host's."""
 
     def free_bytes(self) -> int | None:
+        return None
+
+    def room_bytes(self) -> int | None:
         return None
 
     def margin_bytes(self) -> int:
@@ -48,7 +55,11 @@ class CudaMemory:
 
     def free_bytes(self) -> int | None:
         self._seen = self._count()
-        return int(torch.cuda.mem_get_info(self._device)[0])
+        return self._free()
+
+    def room_bytes(self) -> int | None:
+        idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return self._free() + int(idle)
 
     def margin_bytes(self) -> int:
         return int(max(DEVICE_MARGIN * torch.cuda.mem_get_info(self._device)[1], DEVICE_MARGIN_BYTES))
@@ -56,6 +67,9 @@ class CudaMemory:
     def ran_short(self) -> bool:
         before, self._seen = self._seen, self._count()
         return self._seen > before
+
+    def _free(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0])
 
     def _count(self) -> int:
         stats = torch.cuda.memory_stats(self._device)

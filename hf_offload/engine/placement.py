@@ -90,10 +90,10 @@ class Placement:
         self._check_device(state_bytes(staying))
 
     def _check_device(self, need: int) -> None:
-        free = self.memory.free_bytes()
-        if need and free is not None and need > free:
-            cause = f"the state that is to stay takes {need} bytes, and {self.device} has {free} left"
-            remedy = f"Give at most {max(0, free)}, less what forward and backward take, or 'auto'"
+        room = self.memory.room_bytes() if need else None
+        if room is not None and need > room:
+            cause = f"the state that is to stay takes {need} bytes, and {self.device} has {room} left"
+            remedy = f"Give at most {room}, less what forward and backward take, or 'auto'"
             raise ConfigError(explain("device_state_bytes", self._config.device_state_bytes, cause, remedy))
 
     def near(self) -> AbstractContextManager[None]:

@@ -178,9 +178,14 @@ def _widen(p: Tensor, master: Tensor, threads: int) -> None:
 
 
 def _follow(p: Tensor, master: Tensor, threads: int) -> int:
-    """`cpu.reseed`, or the same in torch operations."""
+    """Where the weight is not its rounded master, it becomes the master. Returns how many elements did."""
     if p.device.type == "cpu":
         return cpu.reseed(host_array(p), master.numpy(), WIRE[p.dtype], threads)
+    return follow_by_torch(p, master)
+
+
+def follow_by_torch(p: Tensor, master: Tensor) -> int:
+    """`cpu.reseed` in torch operations, on any device. `master`: float32[p.numel()], in the memory order of `p`."""
     bits, changed = torch.int32 if p.dtype == torch.float32 else torch.int16, 0
     for weight, mine in zip(flat(p).split(_CHUNK), master.split(_CHUNK)):
         other = mine.to(p.dtype).view(bits) != weight.view(bits)

@@ -99,6 +99,8 @@ class CudaTransport:
         """Wait for the copies under way, which cannot be called back, then free everything. May be called twice."""
         self.down = self.up = ()
         self.pinned_bytes = 0
+        if self._adam is not None and not self._device.forked:
+            self._adam.close()
         self._parts.close()
         self._finalizer.detach()
 

@@ -1,4 +1,4 @@
-"""Adam's step for state that stays on a GPU: the kernel, put on torch's own stream."""
+"""Adam's step for state that stays on a GPU: the kernel, in the order of torch's own stream."""
 
 from __future__ import annotations
 
@@ -63,6 +63,10 @@ class CudaAdam:
             cause = f"the kernel that steps state on the device cannot be compiled ({error})"
             remedy = "Install the NVRTC of the CUDA that CuPy was built for, or set device_state_bytes=0"
             raise ConfigError(explain("device_state_bytes", "above 0", cause, remedy)) from error
+
+    def close(self) -> None:
+        """Nothing is stepped any more."""
+        self._steps.close()
 
     def step(self, pieces: Sequence[StatePiece], stream: int) -> Event:
         return self._run(pieces, STEP, stream)

@@ -6,6 +6,8 @@ FMA. 28 bytes of device memory traffic per parameter with 16-bit weights, and no
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,7 +116,7 @@ coefficients, float32[NUM_COEF], of `kernels.cpu.coefficients`."""
 
 
 class AdamSteps:
-    """Steps arrays on one device, in place: a kernel, and nothing else.
+    """Steps arrays on one device, in place: a kernel, a stream, and two events that tie it to torch's.
 
     Args:
         device: torch's index of the device.
@@ -128,21 +130,47 @@ class AdamSteps:
     def __init__(self, device: int, cupy: Any = None) -> None:
         self._cupy = cupy or import_cupy()
         self._device = device
+        runtime = self._cupy.cuda.runtime
         with self._cupy.cuda.Device(device):
             self._kernel = loaded(self._cupy, SOURCE, NAME, "the kernel of Adam's step")
+            self._stream: Any = self._cupy.cuda.Stream(non_blocking=True)
+            self._events = tuple(runtime.eventCreateWithFlags(runtime.eventDisableTiming) for _ in range(2))
+        freed = weakref.finalize(self, _free, self._cupy, device, self._events, os.getpid())
+        freed.atexit = False
+        self._freed = freed
 
     def run(self, arrays: Sequence[Arrays], mode: int, stream: int) -> None:
-        """Put the step of `arrays` on `stream`, a cudaStream_t as int. Returns at once.
+        """Step `arrays` as if on `stream`, a cudaStream_t as int: after all that it was asked for, and before all that
+        it will be. Returns at once.
 
         Args:
             mode: STEP, STEP_STATE or WRITE_WEIGHTS.
         """
         filled = [a for a in arrays if a[5]]
-        with self._cupy.cuda.Device(self._device), self._cupy.cuda.ExternalStream(stream):
+        runtime, (begin, end) = self._cupy.cuda.runtime, self._events
+        with self._cupy.cuda.Device(self._device):
+            runtime.eventRecord(begin, stream)
+            runtime.streamWaitEvent(self._stream.ptr, begin)
             for at in range(0, len(filled), ROWS):
                 table, blocks = _table(filled[at : at + ROWS])
                 rows = min(ROWS, len(filled) - at)
-                self._kernel((blocks,), (THREADS,), (table, np.int32(rows), np.int32(mode)))
+                with self._stream:
+                    self._kernel((blocks,), (THREADS,), (table, np.int32(rows), np.int32(mode)))
+            runtime.eventRecord(end, self._stream.ptr)
+            runtime.streamWaitEvent(stream, end)
+
+    def close(self) -> None:
+        """Let go of stream and events; what they were asked for still ends. May be called twice."""
+        self._freed()
+        self._stream = None
+
+
+def _free(cupy: Any, device: int, events: tuple[int, ...], pid: int) -> None:
+    if os.getpid() != pid:
+        return  # forked off: CUDA works in the parent only
+    with cupy.cuda.Device(device):
+        for event in events:
+            cupy.cuda.runtime.eventDestroy(event)
 
 
 def _table(arrays: Sequence[Arrays]) -> tuple[np.ndarray, int]:

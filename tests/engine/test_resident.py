@@ -8,14 +8,18 @@ import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hf_offload import OffloadAdam
+from hf_offload.engine import resident as resident_module
 from hf_offload.engine.masters import cast_trainable
-from hf_offload.engine.resident import ResidentArena
+from hf_offload.engine.resident import ResidentArena, follow_by_torch
+from hf_offload.engine.tensors import WIRE, host_array
+from hf_offload.kernels import cpu
 from support.engine import (
     EXACT,
     LATE,
@@ -60,14 +64,17 @@ def reference(model: str, accumulation: int) -> Outcome:
     return train(settings("in_order", bucket_bytes=1 << 20), PLANS[accumulation], make=MODELS[model])
 
 
-@pytest.mark.parametrize("mode", ["in_order", *EXACT])
+QUICK = [("overlapped", "mixed", 3), ("streamed", "fp32", 1), ("speculative", "mixed", 3)]
+REST = [(mode, model, n) for mode in ("in_order", *EXACT) for model in MODELS for n in (1, 3)]
+
+
 @pytest.mark.parametrize(
-    ("model", "accumulation"),
-    [("mixed", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fp32", 3), ("mixed", 1), ("fp16", 1)))],
+    ("mode", "model", "accumulation"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST if case not in QUICK)],
 )
 def test_every_share_gives_the_bits_of_in_order_without_one(model: str, accumulation: int, mode: str) -> None:
     make = MODELS[model]
-    for nbytes in (half(make()), ALL, 12 * 80):
+    for nbytes in (half(make()), ALL):
         found = train(settings(mode, device_state_bytes=nbytes), PLANS[accumulation], dice(nbytes, 5e-4), make)
         assert found == reference(model, accumulation), nbytes
 
@@ -84,11 +91,11 @@ def test_gradients_that_are_kept_or_zeroed_in_place_go_on(mode: str, zero: str) 
 def test_delayed_weights_are_as_stale_whichever_share_stays() -> None:
     """The losses show it: forward reads weights that are one step old, of resident parameters too."""
     runs = [
-        train(settings("delayed", device_state_bytes=nbytes), Plan(steps=6, accumulation=2), make=MODELS["mixed"])
+        train(settings("delayed", device_state_bytes=nbytes), Plan(steps=4), make=MODELS["mixed"])
         for nbytes in (0, half(MODELS["mixed"]()), ALL)
     ]
     assert runs[1] == runs[0] and runs[2] == runs[0]
-    assert train(settings("in_order"), Plan(steps=6, accumulation=2), make=MODELS["mixed"]) != runs[0]
+    assert train(settings("in_order"), Plan(steps=4), make=MODELS["mixed"]) != runs[0]
 
 
 def run(mode: str, nbytes: int, steps: int = 3, make: Callable[[], nn.Module] = MODELS["mixed"]) -> Any:
@@ -188,7 +195,9 @@ def test_a_checkpoint_goes_from_any_share_to_any_other() -> None:
         saved.append(copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
         optimizer.close()
     assert all(t.device.type == "cpu" for e in saved[1]["optimizer"]["state"].values() for t in e.values())
-    found = [go_on(s, nbytes) for s in saved for nbytes in shares]
+    none, some, everything = shares
+    found = [go_on(s, nbytes) for s, nbytes in zip((*saved, saved[0]), (some, none, some, none))]
+    found.append(go_on(saved[1], everything))
     for other in found[1:]:
         assert same(other[0], found[0][0]) and same(other[1], found[0][1])
 
@@ -215,6 +224,39 @@ def test_weights_changed_from_outside_become_its_masters_element_by_element(nbyt
     before[0, 0] = 3.0
     assert torch.equal(optimizer.state[p]["master"], before) and p in resident(optimizer)
     optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_a_gpu_torch_compares_weights_with_masters_as_the_kernel_does(dtype: torch.dtype) -> None:
+    dice = torch.Generator().manual_seed(0)
+    master = torch.randn(1000, generator=dice) * 10.0 ** torch.randint(-9, 9, (1000,), generator=dice)
+    weight = nn.Parameter(master.clone().to(dtype).view(20, 50).t())  # dense, and not contiguous
+    with torch.no_grad():
+        weight[3, ::2] = -0.0
+        weight[4, :] += 1
+    by_torch, by_kernel = master.clone(), master.clone()
+    with patch.object(resident_module, "_CHUNK", 64):
+        changed = follow_by_torch(weight, by_torch)
+    assert changed == cpu.reseed(host_array(weight), by_kernel.numpy(), WIRE[dtype], 1) > 0
+    assert torch.equal(bits(by_torch), bits(by_kernel)) and not torch.equal(by_torch, master)
+
+
+@pytest.mark.parametrize("mode", ["overlapped", "speculative"])
+def test_state_that_is_tensors_as_on_a_gpu(mode: str) -> None:
+    def allocate(arena: ResidentArena) -> None:
+        arena.master, arena.exp_avg, arena.exp_avg_sq = (torch.zeros(arena.plan.numel) for _ in range(3))
+
+    with patch.object(ResidentArena, "_allocate", allocate):
+        found = train(settings(mode, device_state_bytes=half(MODELS["mixed"]())), PLANS[3], make=MODELS["mixed"])
+        assert found == reference("mixed", 3)
+        model, optimizer = run(mode, ALL)
+        saved = optimizer.state_dict()
+        assert optimizer.engine.arenas[0].holds(saved["state"][0]["exp_avg"]), "on a CPU it is the memory itself"
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        with torch.no_grad():
+            model.embed.weight.fill_(0.5)
+        assert optimizer.reseed() > 0
+        optimizer.close()
 
 
 def test_a_parameter_that_is_unfrozen_later_takes_what_room_is_left() -> None:

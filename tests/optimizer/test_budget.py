@@ -357,11 +357,11 @@ def test_at_binding_what_stays_counts_where_it_is(monkeypatch: pytest.MonkeyPatc
 def test_more_than_a_gpu_has_left_is_refused_before_anything_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = params()
     optimizer = offload(mine, settings={"device_state_bytes": 12 * 500})
-    monkeypatch.setattr(optimizer.engine.placement.memory, "free_bytes", lambda: 5999)
+    monkeypatch.setattr(optimizer.engine.placement.memory, "room_bytes", lambda: 5999)
     give(mine, gradients(0, mine))
     with pytest.raises(ConfigError, match=r"device_state_bytes=6000: .* takes 6000 bytes, and cpu has 5999 left. Give"):
         optimizer.step()
     assert not optimizer.engine.arenas
-    monkeypatch.setattr(optimizer.engine.placement.memory, "free_bytes", lambda: 6000)
+    monkeypatch.setattr(optimizer.engine.placement.memory, "room_bytes", lambda: 6000)
     optimizer.step()
     optimizer.close()

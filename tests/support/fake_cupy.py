@@ -241,17 +241,6 @@ class _Stream:
         del self._fake.handles[self.ptr]
 
 
-class _ExternalStream:
-    """cupy.cuda.ExternalStream: one that somebody else made."""
-
-    def __init__(self, fake: FakeCupy, ptr: int) -> None:
-        fake.queue(ptr)
-        self._fake, self.ptr = fake, ptr
-
-    __enter__ = _Stream.__enter__
-    __exit__ = _Stream.__exit__
-
-
 class _Device:
     """cupy.cuda.Device, as a context."""
 
@@ -371,7 +360,6 @@ class FakeCupy:
         self.cuda = SimpleNamespace(
             runtime=_Runtime(self),
             Stream=lambda null=False, non_blocking=False: _Stream(self),
-            ExternalStream=lambda ptr, device_id=-1: _ExternalStream(self, ptr),
             Device=lambda device: _Device(self, device),
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         )

@@ -8,9 +8,12 @@ operations, and the two conversions of PTX are the compiler's).
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 import shutil
 import subprocess
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,18 +110,35 @@ def test_more_arrays_than_one_launch_takes() -> None:
     assert fake.calls["launch"] == 3
 
 
-def test_it_runs_on_the_stream_it_is_given_and_on_nobodys_else() -> None:
-    fake = FakeCupy()
+def test_it_comes_after_what_the_stream_was_asked_for_and_before_what_it_will_be() -> None:
+    fake, gate, seen = FakeCupy(delays=(0.0, 1e-3)), threading.Event(), []
     with fake.cuda.Device(DEVICE):
         stream = fake.cuda.Stream(non_blocking=True)
-    problem, order = Problem("float32", sizes=(4,)), []
-    expected = problem.by_the_twin(STEP)
-    fake.run_on(DEVICE, stream.ptr, lambda: order.append(problem.arrays[0]["weight"].copy()))
+    problem = Problem("float32", sizes=(4,))
+    expected, weight = problem.by_the_twin(STEP), problem.arrays[0]["weight"]
+    fake.run_on(DEVICE, stream.ptr, lambda: gate.wait(30.0))
+    fake.run_on(DEVICE, stream.ptr, lambda: seen.append(weight.copy()))
     AdamSteps(DEVICE, fake).run(problem.addresses(), STEP, stream.ptr)
-    fake.run_on(DEVICE, stream.ptr, lambda: order.append(problem.arrays[0]["weight"].copy()))
+    fake.run_on(DEVICE, stream.ptr, lambda: seen.append(weight.copy()))
+    time.sleep(0.05)  # a kernel that did not wait would have run by now
+    gate.set()
     fake.synchronize(DEVICE, stream.ptr)
-    assert not order[0].any() and np.array_equal(order[1], expected[0]["weight"], equal_nan=True)
-    assert fake.calls["Stream"] == 1, "it makes none of its own"
+    assert not seen[0].any() and np.array_equal(seen[1], expected[0]["weight"], equal_nan=True)
+
+
+def test_nothing_is_left_on_the_device() -> None:
+    for closes in (True, False):
+        fake = FakeCupy()
+        steps = AdamSteps(DEVICE, fake)
+        steps.run(Problem("float32", sizes=(4,)).addresses(), STEP, 0)
+        fake.synchronize(DEVICE, 0)
+        assert len(fake.handles) == 3, "a stream and two events"
+        if closes:
+            steps.close()
+            steps.close()
+        del steps
+        gc.collect()
+        assert not fake.handles
 
 
 def test_without_a_compiler_there_is_no_kernel() -> None:
