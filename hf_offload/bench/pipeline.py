@@ -35,8 +35,8 @@ from hf_offload.bench.emulated import EmulatedModel, Memory, module_sizes
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.speculation import Confidence
 from hf_offload.engine.stats import Stats
+from hf_offload.engine.step_threads import step_threads
 from hf_offload.errors import ConfigError, explain, nearest
-from hf_offload.kernels.cpu import max_threads
 from hf_offload.optimizer import OffloadAdam
 from hf_offload.preflight import check_host_budget
 
@@ -93,7 +93,7 @@ class Setting:
     def step_threads(self) -> int:
         """Threads of the host step: as asked for, else as many as leave a core to copies and training thread."""
         cores = len(usable_cores())
-        return min(self.threads or max(1, cores - spare(cores)), max_threads())
+        return min(self.threads or max(1, cores - spare(cores)), step_threads().most)
 
     def memory(self) -> Memory:
         """The model's weights and gradients. Raises HostMemoryError where a run would not fit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -109,3 +110,30 @@ def test_a_shadow_is_resident_before_the_first_guess() -> None:
     slot = Slot(arena, bucket, threads=1)
     assert slot.nbytes == Slot.bytes_for(arena, bucket) == 56 * MIB
     assert abs(hostmem.own_bytes() - before - slot.nbytes) < SLACK
+
+
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def flags_at(address: int) -> list[str]:
+    """What the kernel says of the mapping that `address` lies in (VmFlags of /proc/self/smaps)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if not first.endswith(":"):
+            low, _, high = first.partition("-")
+            inside = int(low, 16) <= address < int(high, 16)
+        elif inside and first == "VmFlags:":
+            return line.split()[1:]
+    return []
+
+
+@pytest.mark.skipif(
+    not THP.exists() or "[never]" in THP.read_text() or os.environ.get("NUMPY_MADVISE_HUGEPAGE") == "0",
+    reason="transparent huge pages are off",
+)
+def test_the_state_asks_for_huge_pages() -> None:
+    """NumPy does, for blocks of 4 MiB and more: should it cease to, this fails."""
+    arena = Arena([nn.Parameter(torch.zeros(16 * MIB, dtype=torch.bfloat16))], [0], 1 << 24)
+    for array in arena.state:
+        assert "hg" in flags_at(address(array) + array.nbytes // 2)
