@@ -581,8 +581,8 @@ def rows_of(factor: float) -> Coefficients:
 
 
 def bucket_work(arena: Arena, rows: Coefficients) -> BucketWork:
-    table = rows.table(np.zeros(2, np.int64), arena.steps + 1, np.arange(2))
-    work = ArenaWork(arena, None, arena.params, [0, 0], [1, 1], table, np.arange(2))  # type: ignore[arg-type]
+    table = rows.table(np.zeros(2, np.int64), arena.turns, np.arange(2))
+    work = ArenaWork(arena, None, arena.params, [0, 0], [1, 1], table, np.arange(2), arena.turns)  # type: ignore[arg-type]
     return BucketWork(work, 0, "all")
 
 
