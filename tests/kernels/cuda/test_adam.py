@@ -60,6 +60,8 @@ class Problem:
     def _values(dice: np.random.Generator, n: int) -> np.ndarray:
         values = (dice.standard_normal(n) * 10.0 ** dice.integers(-30, 10, n)).astype(np.float32)
         special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 65504.0, 65520.0, 5e-8], np.float32)
+        ties = np.array([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11], np.float32)  # of bf16 and of fp16
+        special = np.concatenate((special, ties))
         values[: n // 20] = dice.choice(special, n // 20)
         return values
 
@@ -128,9 +130,9 @@ def test_it_comes_after_what_the_stream_was_asked_for_and_before_what_it_will_be
 
 def test_nothing_is_left_on_the_device() -> None:
     for closes in (True, False):
-        fake = FakeCupy()
+        fake, problem = FakeCupy(), Problem("float32", sizes=(4,))
         steps = AdamSteps(DEVICE, fake)
-        steps.run(Problem("float32", sizes=(4,)).addresses(), STEP, 0)
+        steps.run(problem.addresses(), STEP, 0)
         fake.synchronize(DEVICE, 0)
         assert len(fake.handles) == 3, "a stream and two events"
         if closes:
