@@ -72,7 +72,7 @@ class ResidentArena(Arena):
         """As an Arena's: live views, on the device."""
         at, p = self.slice_of(index), self.params[index]
         names = ("master", "exp_avg", "exp_avg_sq")
-        parts = (t[at] for t in self.tensors)
+        parts = (_tensor(a[at]) for a in self.state)  # of a CPU's, each of its own storage: torch.save writes it whole
         views = {name: torch.as_strided(t, p.shape, p.stride(), t.storage_offset()) for name, t in zip(names, parts)}
         return {"step": self._steps[index], "exp_avg": views["exp_avg"], "exp_avg_sq": views["exp_avg_sq"],
                 "master": views["master"]}  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import time
 from collections.abc import Callable
@@ -200,6 +201,16 @@ def test_a_checkpoint_goes_from_any_share_to_any_other() -> None:
     found.append(go_on(saved[1], everything))
     for other in found[1:]:
         assert same(other[0], found[0][0]) and same(other[1], found[0][1])
+
+
+def test_a_saved_file_holds_it_once() -> None:
+    """torch.save writes the memory under a view whole."""
+    model, optimizer = run("overlapped", ALL, steps=1)[:2]
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    numels = [p.numel() for p in model.parameters()]
+    assert file.tell() < 12 * sum(numels) + 2000 * len(numels)
+    optimizer.close()
 
 
 def test_fp32_values_that_waited_become_its_masters() -> None:
