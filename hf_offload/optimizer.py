@@ -333,7 +333,7 @@ class OffloadAdam(torch.optim.Optimizer):
             entry = self.state.get(p)
             if p in self._shown and isinstance(entry, LiveEntry):
                 views = self.engine.state_views(p)
-                if not entry.edited:  # else the next step says so
+                if not entry.edited or shows(entry, self._shown[p]):  # else the next step says so
                     entry.show(views)
                 self._shown[p] = views
 

@@ -143,6 +143,7 @@ class Speculation:
         self._guesses: dict[tuple[int, int], Guess] = {}
         self.hits = 0
         self.misses = 0
+        self._fits = False  # whether there ever was room for a bucket
 
     def reserve(self, arena: Arena) -> None:
         """Make a slot for each bucket of `arena`, in the order of forward, as long as there is room.
@@ -150,7 +151,8 @@ class Speculation:
         What forward needs last has the most time to be stepped behind it, and can best do without.
 
         Raises:
-            ConfigError: the shadow has no room for one bucket.
+            ConfigError: the shadow has no room for one bucket of the first arena that has any. Later ones, of state
+                that comes back from the device, do without.
         """
         self.release(arena.number)  # an interrupt may have fallen right after
         slots, nbytes = dict(self._slots), self.nbytes
@@ -160,12 +162,12 @@ class Speculation:
                 break
             slots[arena.number, k] = Slot(arena, bucket, self._threads)
             nbytes += need
-        if not slots and arena.plan.buckets:
+        if not slots and arena.plan.buckets and not self._fits:
             raise ConfigError(
                 explain("shadow_bytes", self._shadow_bytes, f"the first bucket of this model takes {need} bytes of it",
                         f"Give at least {need}, lower bucket_bytes, or set shadow_bytes=0")
             )  # fmt: skip
-        self._slots, self.nbytes = slots, nbytes
+        self._slots, self.nbytes, self._fits = slots, nbytes, self._fits or bool(slots)
 
     def release(self, number: int) -> None:
         """Free the slots of an arena that came to nothing."""

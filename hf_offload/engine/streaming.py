@@ -388,8 +388,8 @@ class GradientStream:
             self.basis = Basis(Coefficients(self._guessed, self.inverse), self._numbers(groups))
 
     def _numbers(self, groups: Sequence[Mapping[str, Any]]) -> list[np.ndarray]:
-        """The group of each parameter, per arena; looked up again where groups or arenas were added."""
-        shape = len(self.stores), tuple(len(g["params"]) for g in groups)
+        """The group of each parameter, per arena; looked up again where groups or arenas were added, or state moved."""
+        shape = tuple(len(s.arena.params) for s in self.stores), tuple(len(g["params"]) for g in groups)
         if self._group_of[0] != shape:
             of = {p: n for n, g in enumerate(groups) for p in g["params"]}
             self._group_of = shape, [np.array([of.get(p, -1) for p in s.arena.params], np.int64) for s in self.stores]

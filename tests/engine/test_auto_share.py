@@ -105,10 +105,12 @@ def test_moving_to_the_device_and_back_changes_no_bit(mode: str, short: Collecti
 
 
 class Run:
-    def __init__(self, memory: Memory, mode: str = "overlapped", make: Callable[[], nn.Module] = TinyLM) -> None:
+    def __init__(
+        self, memory: Memory, mode: str = "overlapped", make: Callable[[], nn.Module] = TinyLM, **more: Any
+    ) -> None:
         self.model = make()
         with device(memory):
-            self.optimizer = optimizer_of(self.model, settings(mode, device_state_bytes="auto"))
+            self.optimizer = optimizer_of(self.model, settings(mode, device_state_bytes="auto", **more))
         self.data = batches()
 
     def backward(self) -> None:
@@ -252,6 +254,46 @@ def test_an_entry_that_was_replaced_by_hand_is_refused_though_its_state_moved() 
         run.backward()
         with pytest.raises(StateError, match=r"optimizer.state=.*replaced by hand"):
             run.optimizer.step()
+
+
+def test_an_entry_with_something_more_in_it_goes_with_its_state() -> None:
+    memory = Memory(ALL)
+    with Run(memory) as run:
+        run.step()
+        p = run.model.head.weight
+        entry = run.optimizer.state[p]
+        entry["note"] = "mine"
+        memory.short = range(1000)
+        run.step()
+        arena, index = run.optimizer.engine._place_of[id(p)]
+        assert not run.optimizer.engine.arenas[arena].resident
+        there = run.optimizer.engine.arenas[arena].state_views(index)
+        assert entry["exp_avg"].data_ptr() == there["exp_avg"].data_ptr() and entry["note"] == "mine"
+
+
+def test_what_comes_back_does_without_a_shadow_that_is_too_small_for_it() -> None:
+    memory = Memory(ALL)
+    with Run(memory, "speculative", shadow_bytes=16 * EMBEDDING, bucket_bytes=1 << 20) as run:
+        run.step()
+        held, memory.short = resident(run.optimizer), range(1000)
+        run.step()
+        assert resident(run.optimizer) < held
+        run.step()
+
+
+def test_steps_are_guessed_when_state_is_back_that_was_away_when_a_parameter_came() -> None:
+    memory = Memory(ALL)
+    with Run(memory, "speculative", lambda: TinyLM(blocks=1)) as run:
+        run.model.head.requires_grad_(False)
+        for _ in range(2):
+            run.step()
+        run.model.head.requires_grad_(True)
+        for _ in range(2):
+            run.step()
+        memory.short = range(1000)
+        for _ in range(6):
+            run.step()
+        assert resident(run.optimizer) == 0 and run.optimizer.stats().speculation_hits
 
 
 def test_a_host_without_room_leaves_it_on_the_device(caplog: pytest.LogCaptureFixture) -> None:
