@@ -127,10 +127,11 @@ def load(optimizer: OffloadAdam, state_dict: Any) -> None:
         engine.bind_trainable()
         engine.bind(fits.entries)
     for group, new in zip(optimizer.param_groups, fits.groups):
-        # In place: who holds a group (a scheduler, the optimizer this one took over from) goes on holding it.
-        params = group["params"]
-        group.clear()
-        group.update(new, params=params)
+        # In place: who holds a group (a scheduler, the optimizer this one took over from) goes on holding it. And never
+        # without `params` or a setting, wherever an interrupt falls.
+        group.update(new)
+        for name in group.keys() - new.keys() - {"params"}:
+            del group[name]
     _fill(optimizer, fits.entries, bound_before)
     optimizer._fill_state()
     optimizer._pending.clear()
@@ -313,7 +314,10 @@ def _entry(p: Tensor, key: Any, entry: Any) -> dict[str, Any]:
 
 def _scale(where: str, value: Any, p: Tensor) -> Tensor:
     if not scale_fits(p, value):
-        what = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        what = type(value).__name__
+        if isinstance(value, Tensor):
+            what = f"{value.dtype}{list(value.shape)}" + " on meta" * value.is_meta
+            what += "" if value.layout == torch.strided else f" {value.layout}"
         cause = f"an int8 state has one uint8 for each 128 of the parameter's {p.numel()} elements"
         raise StateError(explain(where, what, cause, "Load the state of this very model"))
     return value

@@ -35,6 +35,8 @@ def scale_fits(codes: Tensor, scale: Any) -> bool:
     """Whether `scale` has one byte for each block of `codes`."""
     return (
         isinstance(scale, Tensor)
+        and scale.layout == torch.strided
+        and not scale.is_meta
         and scale.dtype == torch.uint8
         and scale.dim() == 1
         and scale.numel() == blocks_of(codes.numel(), BLOCK_OF_STATE)

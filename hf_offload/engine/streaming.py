@@ -141,9 +141,9 @@ class GradientStream:
         self.settle(speculation.clear if speculation is not None else lambda: None)
         store = self.stores[number]
         for i, (p, tap) in enumerate(zip(store.arena.params, self._taps[number])):
-            tap.close()
             if p.grad is tap.placeholder:
                 p.grad = store.as_gradient(i)
+            tap.close()  # last: what autograd adds to a placeholder whose tap is shut is lost
         gone = {id(p) for p in store.arena.params}
         self._tap_of = {of: tapped for of, tapped in self._tap_of.items() if of not in gone}
         self.version += 1

@@ -20,6 +20,7 @@ from torch import nn
 
 from hf_offload import OffloadAdam, OffloadConfig
 from hf_offload.engine.device_memory import CudaMemory, NoDeviceMemory, memory_of
+from hf_offload.engine.inlets import Tap
 from hf_offload.errors import HostMemoryError
 from hf_offload.planner import DEVICE_MARGIN_BYTES
 from support.engine import (
@@ -375,6 +376,29 @@ def test_a_move_interrupted_anywhere_loses_no_bit(back: bool, mode: str) -> None
         if not interrupted:
             break
     assert moment > 3 * STRIDE
+
+
+def test_gradients_that_an_interrupted_move_left_on_the_host_go_on_accumulating() -> None:
+    """Ctrl-C right after the hook of the parameter that is first in backward was taken off."""
+    found, close = [], Tap.close
+    for interrupted in (False, True):
+        with Run(Memory(ALL), "streamed") as run:
+            run.backward()
+            last = run.optimizer.engine.stream._tap_of[id(run.model.head.weight)][1]
+
+            def closed(tap: Tap, last: Tap = last) -> None:
+                close(tap)
+                if tap is last:
+                    raise KeyboardInterrupt
+
+            if interrupted:
+                with patch.object(Tap, "close", closed), pytest.raises(KeyboardInterrupt):
+                    run.optimizer.clip_grad_norm_(1e9)
+            run.backward()
+            run.optimizer.step()
+            run.optimizer.synchronize()
+            found.append(weights(run.model))
+    assert same(*found)
 
 
 # ---- what there is to measure

@@ -3,6 +3,7 @@ training goes on with the same bits. (`support.engine_interrupts` raises Keyboar
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -316,3 +317,22 @@ def test_close_can_be_interrupted_and_called_again(schedule: str) -> None:
         if not interrupted:
             break
     assert moment > 10
+
+
+def test_a_load_that_was_interrupted_anywhere_can_be_done_again() -> None:
+    model, optimizer = make("in_order")
+    gradients(model, 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    expected = state(optimizer)
+    for moment in itertools.count(1):
+        gradients(model, moment)
+        optimizer.step()
+        load = Interrupter(moment, ("/hf_offload/state.py",))
+        if not load.run(lambda: optimizer.load_state_dict(saved)):
+            break
+        assert len(optimizer.param_groups[0]["params"]) == 2, load.where
+        optimizer.load_state_dict(saved)
+        assert same(state(optimizer), expected), load.where
+    assert moment > 50
+    optimizer.close()

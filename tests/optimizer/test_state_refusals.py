@@ -158,6 +158,8 @@ WRONG_INT8: dict[str, tuple[Spoil, str]] = {
                                  r"\['exp_avg_sq_scale'\]='torch.uint8\[300\]'"),
     "scales in two dimensions": (value("exp_avg_scale", torch.ones((1, 3), dtype=torch.uint8)), r"uint8\[1, 3\]"),
     "scales of floats": (value("exp_avg_scale", torch.ones(3)), r"\['exp_avg_scale'\]='torch.float32\[3\]'"),
+    "a scale on meta": (value("exp_avg_scale", ONES[:3].to("meta", torch.uint8)), r"uint8\[3\] on meta'"),
+    "a sparse scale": (value("exp_avg_scale", ONES[:3].byte().to_sparse()), r"\[3\] torch.sparse_coo'"),
     "a scale that is no tensor": (value("exp_avg_scale", [1, 1, 1]), r"\['exp_avg_scale'\]='list'"),
     "codes of floats": (value("exp_avg_codes", torch.ones(300)), r"float32.*: not a plain tensor of uint8"),
     "codes that are signed": (value("exp_avg_sq_codes", torch.ones(300, dtype=torch.int8)), "plain tensor of uint8"),
