@@ -39,9 +39,12 @@ def share_out(owner: Owner, params: Sequence[Tensor]) -> None:
     if not owner.share.moves:
         return
     if any(p.grad is not None for p in params):
-        for number in owner.share.to_take(owner.arenas, owner.rank(), owner.placement.memory):
+        going = owner.share.to_take(owner.arenas, owner.rank(), owner.placement.memory)
+        for number in going:
             if not _to_device(owner, number):
                 break
+        if going and owner.stream is not None:
+            owner.stream.cover()
     give_back(owner)
 
 

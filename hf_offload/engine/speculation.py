@@ -174,6 +174,10 @@ class Speculation:
         slots = {of: slot for of, slot in self._slots.items() if of[0] != number}
         self._slots, self.nbytes = slots, sum(slot.nbytes for slot in slots.values())
 
+    def covers(self, number: int) -> bool:
+        """Whether a bucket of the arena has a slot."""
+        return any(arena == number for arena, _ in self._slots)
+
     def offer(self, store: GradientStore, bucket: int, basis: Basis, record: StepRecord) -> None:
         """The gradients of a bucket are complete, as far as one can tell."""
         if (store.arena.number, bucket) in self._slots:

@@ -110,6 +110,13 @@ class GradientStream:
             for arena in unused:
                 self.shared.speculation.release(arena.number)
 
+    def cover(self) -> None:
+        """What is free of the shadow, since state has moved to the device, goes to arenas that have nothing of it."""
+        speculation = self.shared.speculation
+        for store in self.stores:
+            if speculation is not None and not speculation.covers(store.arena.number):
+                speculation.reserve(store.arena)
+
     def _open(self, arena: Arena) -> None:
         store, number = self.allocate(arena), arena.number
         opened, arena = arena, store.arena

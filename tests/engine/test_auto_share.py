@@ -282,6 +282,15 @@ def test_what_comes_back_does_without_a_shadow_that_is_too_small_for_it() -> Non
         run.step()
 
 
+def test_the_shadow_of_what_has_moved_to_the_device_covers_what_has_not() -> None:
+    with Run(Memory(16 * EMBEDDING), "speculative", shadow_bytes=16 * EMBEDDING) as run:
+        for _ in range(3):
+            run.step()
+        found = run.optimizer.stats()
+        assert resident(run.optimizer) == EMBEDDING
+        assert found.speculation_hits and 0 < found.host_bytes["shadow"] <= 16 * EMBEDDING
+
+
 def test_steps_are_guessed_when_state_is_back_that_was_away_when_a_parameter_came() -> None:
     memory = Memory(ALL)
     with Run(memory, "speculative", lambda: TinyLM(blocks=1)) as run:
