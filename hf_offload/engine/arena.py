@@ -164,6 +164,10 @@ class Arena:
                 to[:] = source
         self._places = list(self._home)
 
+    def let_go(self) -> None:
+        """The state has moved: its memory here may be freed at once, though the last step still names this arena."""
+        self.state, self._home, self._places = (), [], []
+
     def weights_of(self, indices: Sequence[int]) -> tuple[Sequence[Tensor | None], Sequence[int]]:
         """Aliases of the memory that these parameters have now, and its addresses; None and 0 for all others.
 

@@ -247,12 +247,14 @@ class Engine:
 
     def replace(self, number: int, arena: Arena) -> None:
         """`arena` has the state of arena `number` from now on: it has moved to the device, or back."""
-        self._whole = None
+        self._whole, old = None, self.arenas[number]
         arenas, untold = [*self.arenas[:number], arena, *self.arenas[number + 1 :]], [*self._untold, *arena.params]
         self.arenas, self._untold = arenas, untold  # one statement: an interrupt falls before or after it
         self._tell_moved()
         if self.stream is not None:
             self.stream.open(self.arenas)
+        if self._delay is None or not self._delay.pending:  # else its masters still are to become weights
+            old.let_go()
 
     def _tell_moved(self) -> None:
         if self._untold:

@@ -9,6 +9,7 @@ import copy
 import itertools
 import logging
 import re
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -185,6 +186,20 @@ def test_it_goes_back_before_the_next_forward_where_one_has_failed() -> None:
         with patch.object(run.model, "hidden", side_effect=RuntimeError("out of memory")), pytest.raises(RuntimeError):
             run.backward()
         assert resident(run.optimizer) == 0
+        run.step()
+
+
+@pytest.mark.parametrize("mode", ["in_order", "overlapped", "streamed", "speculative"])
+def test_what_goes_back_is_free_before_the_forward_that_needs_the_room(mode: str) -> None:
+    memory = Memory(ALL)
+    with Run(memory, mode) as run:
+        for _ in range(2):
+            run.step()
+        held = {a.number: weakref.ref(a.state[0].base) for a in run.optimizer.engine.arenas if a.resident}
+        memory.short = range(1000)
+        run.optimizer.engine.before_root()
+        gone = [held[a.number] for a in run.optimizer.engine.arenas if not a.resident]
+        assert gone and not any(block() is not None for block in gone)
         run.step()
 
 
