@@ -129,7 +129,8 @@ class Budget:
         count = sum(p.numel() for p in params)
         if count:
             state = sum(need[name] for name in ("master", *MOMENTS))
-            ways.extend(_fewer_bytes(self._config.state_dtype, [p.numel() for p in params]))
+            if not config.device_state_bytes:  # which takes float32 alone
+                ways.extend(_fewer_bytes(config.state_dtype, [p.numel() for p in params]))
             ways.append(FewerParameters(count, -(-(state + store) // count)))
         return ways
 

@@ -326,7 +326,7 @@ def test_what_stays_on_a_cpu_counts_as_its_memory_but_not_under_the_users_cap(mo
     assert re.search(r"state on the device +0.00 GB \(6000 bytes\)", text)
     machine(monkeypatch, STATE + RING)
     text = refusal(params(), config=config(max_host_bytes=12 * 1000 + RING - 1, **half))
-    assert text.startswith("max_host_bytes=")
+    assert text.startswith("max_host_bytes=") and "state_dtype" not in text, "which would be refused"
 
 
 def test_what_stays_on_a_gpu_takes_none_of_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
