@@ -33,8 +33,9 @@ class OffloadAdam(torch.optim.Optimizer):
     """Adam with decoupled (AdamW, the default) or L2 weight decay, stepped by the host's CPU in fp32.
 
     The device keeps 16-bit (or fp32) weights and gradients; the host keeps fp32 masters, `exp_avg` and `exp_avg_sq`,
-    12 bytes a parameter. The update is that of Loshchilov & Hutter 2019 (https://arxiv.org/abs/1711.05101), as in
-    `torch.optim.AdamW`. State is allocated at the first training forward of an attached model, or at the first step.
+    12 bytes a parameter, or fewer by `state_dtype`; a share may stay on the device, see `device_state_bytes`.
+    The update is that of Loshchilov & Hutter 2019 (https://arxiv.org/abs/1711.05101), as in `torch.optim.AdamW`. State
+    is allocated at the first training forward of an attached model, or at the first step.
 
     Args:
         params: parameters, named parameters or groups, as any torch optimizer takes; bf16, fp16 or fp32, mixed.
@@ -161,9 +162,9 @@ class OffloadAdam(torch.optim.Optimizer):
             self._engine.stream.dropped()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, after waiting for all. Per parameter: `step` and, in its shape, the fp32 host tensors
-        `exp_avg`, `exp_avg_sq` and `master`; of state that stays on a GPU copies, else live views, valid until the
-        next step."""
+        """As torch's, after waiting for all. Per parameter: `step` and, in its shape, the host tensors `exp_avg`,
+        `exp_avg_sq` and the fp32 `master`; with `state_dtype="int8"` codes and scales instead of the first two, see
+        `hf_offload.engine.formats`. Of state that stays on a GPU copies, else live views, valid until the next step."""
         self.engine.wait_outsider()
         self.engine.settle_state()
         self._fill_state()
@@ -172,8 +173,8 @@ class OffloadAdam(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of `torch.optim.AdamW`; tensors are copied and stay fp32 on the host.
-        A pending clip is dropped.
+        """Load a state dict of this class, of any `state_dtype`, or of `torch.optim.AdamW`; tensors are copied, and
+        held as `state_dtype` says here. A pending clip is dropped.
 
         A missing `master` is taken from the weight; one that does not round to the weight follows the weight, at the
         next step, with a warning. A parameter without state starts anew.

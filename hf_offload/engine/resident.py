@@ -24,12 +24,13 @@ from hf_offload.transport.in_place import DeviceAdam, StatePiece
 STATE_BYTES = 12
 """Of a parameter: fp32 master, exp_avg and exp_avg_sq."""
 WHOLE = 1 << 62
-"""Bytes of a bucket that is never cut: nothing of it travels."""
+"""More bytes than any bucket has: none is cut for the ring's sake, since nothing of it travels."""
 _CHUNK = 1 << 24  # elements: bounds the temporaries of a comparison on a GPU to some 100 MB
 
 
 class ResidentArena(Arena):
-    """12 bytes of the device's memory per element; a bucket is all of one unit and wire dtype.
+    """12 bytes of the device's memory per element; a bucket is all of one unit and wire dtype, but for the
+    first unit, see `plan.LEAD_BUCKETS`.
 
     Args:
         adam: who steps it.
