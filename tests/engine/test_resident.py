@@ -6,7 +6,7 @@ import copy
 import io
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -254,8 +254,8 @@ def test_on_a_gpu_torch_compares_weights_with_masters_as_the_kernel_does(dtype: 
 
 @pytest.mark.parametrize("mode", ["overlapped", "speculative"])
 def test_state_that_is_tensors_as_on_a_gpu(mode: str) -> None:
-    def allocate(arena: ResidentArena) -> None:
-        arena.master, arena.exp_avg, arena.exp_avg_sq = (torch.zeros(arena.plan.numel) for _ in range(3))
+    def allocate(arena: ResidentArena, arrays: Sequence[tuple[int, Any]]) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.zeros(count) for count, _ in arrays)
 
     with patch.object(ResidentArena, "_allocate", allocate):
         found = train(settings(mode, device_state_bytes=half(MODELS["mixed"]())), PLANS[3], make=MODELS["mixed"])

@@ -76,7 +76,7 @@ def memory(pair: Pair) -> list[bytes]:
     """Every byte of weights and state, with no wait that would deliver a pending update."""
     engine = pair.optimizer.engine
     engine.settle_state()
-    arrays = [getattr(a, n) for a in engine.arenas for n in ("master", "exp_avg", "exp_avg_sq", "steps")]
+    arrays = [array for a in engine.arenas for array in (*a.state, a.steps)]
     weights = [p.detach().view(torch.int16).numpy() for p in pair.params]
     return [a.tobytes() for a in (*arrays, *weights)]
 
