@@ -122,8 +122,7 @@ PLANTED = (
     Planted("resume: masters are the rounded weights", D6 + "a_resumed_run_does_not_jump" + on("overlapped"), STATE,
             'if "master" in entry:', "if False:"),
     Planted("resume: settings are the constructor's", D6 + "a_resumed_run_does_not_jump" + on("overlapped"), STATE,
-            "group.update(new, params=params)",
-            'group.update({**new, "lr": optimizer.defaults["lr"]}, params=params)'),
+            "group.update(new)", 'group.update({**new, "lr": optimizer.defaults["lr"]})'),
     Planted("resume: state of another layout of buckets is loaded as it lies",
             D6 + "a_run_resumed_under_another_schedule_bucket_size_and_thread_count_has_the_same_bits", STATE,
             "fill(views, entry, p)", "fill(views, entry, p)\nif engine.config.ring_slots != 2:\n    clear(views)"),
@@ -322,7 +321,7 @@ PLANTED = (
             "return sum(_follow(self.params[i], self._master_of(i), threads) for i in sorted(indices))", "return 0"),
     Planted("what is loaded does not reach the device",
             SHARE + "a_run_goes_on_with_another_share_with_the_same_bits", "engine/resident.py",
-            "parts = (t[at] for t in self.tensors)", "parts = (t[at].clone() for t in self.tensors)"),
+            "parts = (_tensor(a[at]) for a in self.state)", "parts = (_tensor(a[at]).clone() for a in self.state)"),
     # ---- the field's twenty
     Planted("the ring is rounded to a power of two",
             FIELD + "the_pinned_ring_takes_what_was_asked_for_and_not_the_next_power_of_two", "transport/host.py",
