@@ -13,7 +13,7 @@ from hf_offload.engine.arena import Arena
 from hf_offload.engine.placement import Placement
 from hf_offload.engine.share import Lot, Share
 from hf_offload.engine.streaming import GradientStream
-from hf_offload.errors import ConfigError, HostMemoryError
+from hf_offload.errors import ConfigError, HostMemoryError, TransportError
 from hf_offload.preflight import allocating
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def _to_device(owner: Owner, number: int) -> bool:
     """Returns False where it cannot go there, and stays on the host."""
     try:
         _move(owner, number, Lot(owner.arenas[number].params, resident=True))
-    except (torch.OutOfMemoryError, ConfigError) as error:
+    except (torch.OutOfMemoryError, TransportError, ConfigError) as error:
         logger.warning("hf_offload: no more state is kept on the device: %s", error)
         return False
     return True

@@ -8,7 +8,7 @@ from typing import Any
 from hf_offload.errors import ConfigError, TransportError, WaitTimeout, explain
 from hf_offload.kernels.cuda import STEP, STEP_STATE, WRITE_WEIGHTS, AdamSteps, CompileError
 from hf_offload.transport.base import Event
-from hf_offload.transport.cuda_device import CudaDevice, Mark, as_ours, too_late, until
+from hf_offload.transport.cuda_device import CudaDevice, DeviceMemoryError, Mark, as_ours, too_late, until
 from hf_offload.transport.in_place import StatePiece
 
 _WHAT = "the step of the state on the device"
@@ -63,6 +63,9 @@ class CudaAdam:
             cause = f"the kernel that steps state on the device cannot be compiled ({error})"
             remedy = "Install the NVRTC of the CUDA that CuPy was built for, or set device_state_bytes=0"
             raise ConfigError(explain("device_state_bytes", "above 0", cause, remedy)) from error
+        except Exception as error:
+            known = "out of memory" in str(error)  # in the kernel's own words, or CuPy's
+            raise DeviceMemoryError(str(error)) if known else as_ours(error, _WHAT) from error
 
     def close(self) -> None:
         """Nothing is stepped any more."""

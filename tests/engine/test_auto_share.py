@@ -24,6 +24,7 @@ from hf_offload.engine.device_memory import CudaMemory, NoDeviceMemory, memory_o
 from hf_offload.engine.inlets import Tap
 from hf_offload.errors import HostMemoryError
 from hf_offload.planner import DEVICE_MARGIN_BYTES
+from hf_offload.transport.cuda_device import DeviceMemoryError
 from support.engine import (
     Outcome,
     Plan,
@@ -332,9 +333,12 @@ def test_a_host_without_room_leaves_it_on_the_device(caplog: pytest.LogCaptureFi
         assert resident(run.optimizer) == held and "state stays on the device" in caplog.text
 
 
-def test_a_device_that_is_full_after_all_leaves_it_on_the_host(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, DeviceMemoryError])
+def test_a_device_that_is_full_after_all_leaves_it_on_the_host(
+    error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
     with Run(Memory(ALL)) as run:
-        with patch("hf_offload.engine.engine.ResidentArena", side_effect=torch.OutOfMemoryError("CUDA out of memory")):
+        with patch("hf_offload.engine.engine.ResidentArena", side_effect=error("CUDA out of memory")):
             run.step()
         assert resident(run.optimizer) == 0 and "no more state is kept on the device" in caplog.text
         run.step()

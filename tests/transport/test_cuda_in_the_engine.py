@@ -16,8 +16,8 @@ from hf_offload import OffloadConfig
 from hf_offload.errors import ConfigError
 from hf_offload.optimizer import OffloadAdam
 from hf_offload.transport import Event
-from hf_offload.transport.cuda import CudaTransport
-from support.fake_cupy import FakeCupy
+from hf_offload.transport.cuda import CudaTransport, DeviceMemoryError
+from support.fake_cupy import CUDARuntimeError, FakeCupy
 from support.transport import needs_gpu
 
 DEVICE = 1
@@ -60,6 +60,16 @@ def train(schedule: str, device: str = "cpu", **more: Any) -> list[Tensor]:
     found += [t.clone() for e in optimizer.state_dict()["state"].values() for t in e.values()]
     optimizer.close()
     return found
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory. It ran out at the kernel."), CUDARuntimeError(2)])
+def test_a_device_without_memory_for_the_kernel_of_the_step_says_so(error: Exception) -> None:
+    with (
+        over(FakeCupy()),
+        patch("hf_offload.transport.cuda_in_place.AdamSteps", side_effect=error),
+        pytest.raises(DeviceMemoryError, match="out of memory"),
+    ):
+        train("overlapped", device_state_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("schedule", ["in_order", "overlapped"])
