@@ -429,6 +429,8 @@ class Engine:
         self._peak_gradient_bytes = max(self._peak_gradient_bytes, sum(work.nbytes for work in here))
         buckets = bucket_works(works, self._unit_name, self.rank())
         delivered = self._delay.next(buckets, self._most_steps()) if self._delay is not None else buckets
+        if delivered is not buckets:  # what stays on the device is stepped when `step` has returned, too
+            self._may_be_kept = works
         if self._delay is not None:
             # from here on an interrupt leaves what is pending to be delivered once more
             self._delay.delivering = True

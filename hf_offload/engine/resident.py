@@ -148,13 +148,19 @@ def step_in_place(step: StepWork, stream: int, posted: Callable[[int, Event], No
     for k, work in enumerate(delivered):
         work.check_weights_unwritten()
         adam, pieces = _of(work).adam, _of(work).pieces(work)
-        posted(k, adam.step(pieces, stream) if exact else adam.write_weights(pieces, stream))
-    for work in mine:
-        if not exact:
-            _of(work).adam.step_state(_of(work).pieces(work), stream)
-        work.check_gradients_unchanged()
-        work.let_go_of_gradients()
+        event = adam.step(pieces, stream) if exact else adam.write_weights(pieces, stream)
+        if exact:
+            _let_go_of_gradients(work)  # before it is posted: then the training loop may add to them
+        posted(k, event)
+    for work in () if exact else mine:
+        _of(work).adam.step_state(_of(work).pieces(work), stream)
+        _let_go_of_gradients(work)
     return len(delivered)
+
+
+def _let_go_of_gradients(work: BucketWork) -> None:
+    work.check_gradients_unchanged()
+    work.let_go_of_gradients()
 
 
 def _resident(works: Sequence[BucketWork]) -> list[BucketWork]:

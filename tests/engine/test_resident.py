@@ -20,7 +20,9 @@ from hf_offload.engine import resident as resident_module
 from hf_offload.engine.masters import cast_trainable
 from hf_offload.engine.resident import ResidentArena, follow_by_torch
 from hf_offload.engine.tensors import WIRE, host_array
+from hf_offload.engine.work import BucketWork
 from hf_offload.kernels import cpu
+from hf_offload.transport.in_place import HostAdam
 from support.engine import (
     EXACT,
     LATE,
@@ -87,6 +89,27 @@ def test_gradients_that_are_kept_or_zeroed_in_place_go_on(mode: str, zero: str) 
     expected = train(settings("in_order"), plan, make=MODELS["mixed"])
     nbytes = half(MODELS["mixed"]())
     assert train(settings(mode, device_state_bytes=nbytes), plan, dice(3, 5e-4), MODELS["mixed"]) == expected
+
+
+@pytest.mark.parametrize("zero", ["zero", "keep"])
+@pytest.mark.parametrize("mode", ["overlapped", "streamed", "delayed"])
+def test_gradients_that_the_step_is_late_to_let_go_of_go_on(mode: str, zero: str) -> None:
+    plan, check, step = Plan(steps=4, zero=zero, clip=None), BucketWork.check_gradients_unchanged, HostAdam.step_state
+    expected = train(settings("delayed" if mode == "delayed" else "in_order"), plan)
+
+    def checked_late(work: BucketWork) -> None:
+        time.sleep(LATE / 6)
+        check(work)
+
+    def stepped_late(*args: Any) -> Any:
+        time.sleep(LATE / 6)
+        return step(*args)
+
+    with (
+        patch.object(BucketWork, "check_gradients_unchanged", checked_late),
+        patch.object(HostAdam, "step_state", stepped_late),
+    ):
+        assert train(settings(mode, device_state_bytes=ALL), plan) == expected
 
 
 def test_delayed_weights_are_as_stale_whichever_share_stays() -> None:
