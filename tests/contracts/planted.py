@@ -309,8 +309,8 @@ PLANTED = (
     Planted("weights that stay are fresh where all others are stale",
             SHARE + "a_share_changes_no_bit_whatever_has_a_gradient[resident delayed-mixed-float32-x1]",
             "engine/resident.py",
-            "posted(k, adam.step(pieces, stream) if exact else adam.write_weights(pieces, stream))",
-            "posted(k, adam.step(pieces, stream))"),
+            "event = adam.step(pieces, stream) if exact else adam.write_weights(pieces, stream)",
+            "event = adam.step(pieces, stream)"),
     Planted("an inf in what stays is not in the norm",
             SHARE + "a_skipped_step_leaves_every_byte_of_it_and_kept_gradients_go_on"
             "[resident speculative-mixed-float32-x1]", "engine/gradients.py",
