@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hf_offload.command import Debug, JsonOut, guarded
+from hf_offload.command import Debug, JsonOut, check_output, guarded
 from hf_offload.errors import ConfigError, explain
 
 if TYPE_CHECKING:
@@ -67,9 +67,11 @@ def told(asked: Asked, answer: Answer, calibrate: bool, file: Path | None, plot:
         from hf_offload import prediction_plot
 
         prediction_plot.check(plot)  # before a minute of measuring
+    if calibrate and file is not None and file.parent.is_dir():  # a folder that is not there is made
+        check_output("--calibration", file)
     console = Console(stderr=True)
     with console.status("") as status:
-        found, note = calibrating.for_plan(asked, answer.plan.workload, calibrate, file, status.update)
+        found, note = calibrating.for_plan(asked, answer.plan, calibrate, file, status.update)
     if plot is not None:
         if found is None:
             cause = note or "this model was not calibrated on this machine"
@@ -99,6 +101,7 @@ def bench_predict(
 
     One calibration, as plan --calibrate makes it, then real steps behind an emulated device. Some four minutes.
     """
+    check_output("--out", out)
     console = Console(stderr=True)
     with console.status("Loading torch ...") as status:
         from hf_offload.bench import predict
