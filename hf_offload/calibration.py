@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload import environment
+from hf_offload.cpus import find_cpus
 from hf_offload.errors import ConfigError, explain, shown
 from hf_offload.simulation import HostCost, LinkCost
 
@@ -104,11 +105,13 @@ class Calibration:
 
 
 def fingerprint() -> dict[str, Any]:
-    """What must be the same for a calibration to hold: processor, cores this process may use, GPUs, versions."""
+    """What must be the same for a calibration to hold: processor, cores this process may use and its quota of them,
+    GPUs, versions."""
     found = environment.versions()
     return {
         "processor": environment.processor(),
         "usable_cores": environment.usable_cores(),
+        "cpu_quota": find_cpus().quota,
         "gpus": [name for name, _ in environment.gpus()],
         "versions": {name: found[name] for name in FIT_VERSIONS if name in found},
     }

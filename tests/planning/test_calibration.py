@@ -13,6 +13,7 @@ import pytest
 
 from hf_offload import calibration
 from hf_offload.calibration import Calibration, Engine, Link, UnitCost
+from hf_offload.cpus import find_cpus
 from hf_offload.errors import ConfigError
 from hf_offload.simulation import HostCost, LinkCost
 
@@ -167,6 +168,7 @@ def test_the_fingerprint_is_plain_data_and_names_what_it_must() -> None:
     here = calibration.fingerprint()
     assert json.loads(json.dumps(here)) == here
     assert here["usable_cores"] == len(os.sched_getaffinity(0))
+    assert here["cpu_quota"] == find_cpus().quota
     assert {"hf_offload", "torch", "numba"} <= set(here["versions"])
     assert calibration.differences(here, here) == []
 
