@@ -164,6 +164,27 @@ def test_the_folder_is_the_systems_cache(monkeypatch: pytest.MonkeyPatch) -> Non
         assert calibration.folder() == (base or Path.home() / ".cache") / below
 
 
+def test_no_home_and_another_user_s_folder_are_told_as_any_hindrance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs look here when they have ended: what is not a ConfigError would cost them their summary."""
+
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    def closed(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Path, "is_file", closed)
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+        calibration.find({"digest": "d", "name": "n"}, MACHINE)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nowhere)
+    with pytest.raises(ConfigError, match="HOME=None: not set"):
+        calibration.find({"digest": "d", "name": "n"}, MACHINE)
+
+
 def test_the_fingerprint_is_plain_data_and_names_what_it_must() -> None:
     here = calibration.fingerprint()
     assert json.loads(json.dumps(here)) == here
