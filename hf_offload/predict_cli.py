@@ -108,7 +108,7 @@ def bench_predict(
 
         setting = predict.Setting(
             links=tuple(_numbers("--links", links)),
-            rows=tuple(round(n) for n in _numbers("--rows", rows)),
+            rows=tuple(int(n) for n in _numbers("--rows", rows, whole=True)),
             steps=steps,
             rounds=rounds,
             threads=threads,
@@ -123,14 +123,15 @@ def bench_predict(
         print_result(Console(), result)
 
 
-def _numbers(setting: str, text: str) -> list[float]:
-    """`2,6,16` as numbers above 0. Raises ConfigError."""
+def _numbers(setting: str, text: str, whole: bool = False) -> list[float]:
+    """`2,6,16` as numbers above 0, or whole ones. Raises ConfigError."""
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or not all(0 < n < 1e6 for n in found):
-        raise ConfigError(explain(setting, text, "not numbers above 0", "Write them as 2,6,16"))
+    if not found or not all(0 < n < 1e6 and not (whole and n % 1) for n in found):
+        cause = f"not {'whole ' if whole else ''}numbers above 0"
+        raise ConfigError(explain(setting, text, cause, "Write them as 2,6,16"))
     return found
 
 
