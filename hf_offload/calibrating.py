@@ -278,8 +278,9 @@ def for_plan(
         HostMemoryError: as `calibrate`.
     """
     wanted = measure or file is not None
+    a_number = asked.params is not None or asked.trainable is not None
     try:
-        if not wanted and (asked.params is not None or not any(calibration.folder().glob("*.json"))):
+        if not wanted and (a_number or not any(calibration.folder().glob("*.json"))):
             return None, None
         trained, offload = _asked_for(asked, plan.workload)
         found = calibrate(trained, offload, plan.workload, file, say) if measure else find(trained, offload, file)
