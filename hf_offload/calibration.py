@@ -106,13 +106,14 @@ class Calibration:
 
 def fingerprint() -> dict[str, Any]:
     """What must be the same for a calibration to hold: processor, cores this process may use and its quota of them,
-    GPUs, versions."""
+    the GPU that is trained on, versions. Other GPUs do not count: a run is often shown one of those that a plan sees.
+    """
     found = environment.versions()
     return {
         "processor": environment.processor(),
         "usable_cores": environment.usable_cores(),
         "cpu_quota": find_cpus().quota,
-        "gpus": [name for name, _ in environment.gpus()],
+        "gpu": next((name for name, _ in environment.gpus()), None),
         "versions": {name: found[name] for name in FIT_VERSIONS if name in found},
     }
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from hf_offload import calibration
+from hf_offload import calibration, environment
 from hf_offload.calibration import Calibration, Engine, Link, UnitCost
 from hf_offload.cpus import find_cpus
 from hf_offload.errors import ConfigError
 from hf_offload.simulation import HostCost, LinkCost
 
-MACHINE = {"processor": "Some CPU", "usable_cores": 2, "gpus": [], "versions": {"numba": "0.68.0", "torch": "2.13.0"}}
+MACHINE = {"processor": "Some CPU", "usable_cores": 2, "gpu": None, "versions": {"numba": "0.68.0", "torch": "2.13.0"}}
 MODEL = {"name": "a model/of mine", "digest": "0123456789ab"}
 
 
@@ -72,7 +72,7 @@ def test_what_was_saved_comes_back(file: Path) -> None:
     [
         ({"processor": "Other"}, "processor 'Some CPU' there, 'Other' here"),
         ({"usable_cores": 64}, "usable_cores 2 there, 64 here"),
-        ({"gpus": ["H200"]}, "gpus [] there, ['H200'] here"),
+        ({"gpu": "H200"}, "gpu None there, 'H200' here"),
         ({"versions": {"numba": "0.70.0", "torch": "2.13.0"}}, "numba 0.68.0 there, 0.70.0 here"),
         ({"versions": {"numba": "0.68.0"}}, "torch 2.13.0 there, None here"),
     ],
@@ -192,6 +192,16 @@ def test_the_fingerprint_is_plain_data_and_names_what_it_must() -> None:
     assert here["cpu_quota"] == find_cpus().quota
     assert {"hf_offload", "torch", "numba"} <= set(here["versions"])
     assert calibration.differences(here, here) == []
+
+
+def test_a_run_that_sees_one_of_a_machine_s_gpus_finds_what_was_measured_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for names in (["H200", "H200"], ["H200"], ["L4"], []):
+        monkeypatch.setattr(environment, "gpus", lambda names=names: [(name, 1) for name in names])
+        seen.append(calibration.fingerprint())
+    every, one, other, none = seen
+    assert every == one and calibration.differences(one, none) == ["gpu 'H200' there, None here"]
+    assert calibration.differences(one, other) == ["gpu 'H200' there, 'L4' here"]
 
 
 def test_every_field_is_in_the_file(file: Path) -> None:
