@@ -9,7 +9,7 @@ from typing import Annotated, Any, Optional
 import typer
 from rich.console import Console
 
-from hf_offload.command import EXIT_CODES, Debug, JsonOut, guarded
+from hf_offload.command import EXIT_CODES, Debug, JsonOut, check_output, guarded
 
 
 def add_to(app: typer.Typer) -> None:
@@ -55,6 +55,7 @@ def bench_step(
     from hf_offload import planning
 
     sizes = [planning.parse_count("--params", text) for text in params.split(",")]
+    check_output("--out", out)
     names = tuple(name.strip() for name in (only or "").split(",") if name.strip())
     console = Console(stderr=True)
     with console.status("Loading torch ..."):

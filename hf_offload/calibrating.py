@@ -10,9 +10,9 @@ from typing import Any
 
 from hf_offload import calibration, planner, prediction, recipe
 from hf_offload.calibration import Calibration
-from hf_offload.config import AUTO, OffloadConfig
+from hf_offload.config import OffloadConfig
 from hf_offload.errors import ConfigError, explain
-from hf_offload.planner import Workload
+from hf_offload.planner import Plan, Workload
 from hf_offload.planning import Asked, plannable
 from hf_offload.recipe import Recipe
 
@@ -181,19 +181,18 @@ class Told:
     notes: tuple[str, ...]
 
 
-def tell(found: Calibration, path: Path, offload: OffloadConfig, plan: Workload, clip: bool) -> Told:
+def tell(found: Calibration, path: Path, offload: OffloadConfig, plan: Plan, clip: bool) -> Told:
     """Predictions of every schedule for a plan's micro-batch, and for smaller and larger ones."""
-    held = 0 if offload.device_state_bytes == AUTO else int(offload.device_state_bytes)
+    step = plan.workload
     work = prediction.Work(
-        tokens=plan.tokens, accumulation=plan.accumulation, clip=clip,
-        resident=min(1.0, held / (planner.STATE_BYTES * found.params)),
-    )  # fmt: skip
+        tokens=step.tokens, accumulation=step.accumulation, clip=clip, resident=plan.resident / plan.counts.trainable
+    )
     exponents = (k / (CURVE_POINTS - 1) * CURVE_OCTAVES - CURVE_OCTAVES / 2 for k in range(CURVE_POINTS))
-    tokens = sorted({max(1, round(plan.tokens * 2**e)) for e in exponents})
+    tokens = sorted({max(1, round(step.tokens * 2**e)) for e in exponents})
     notes = []
-    if plan.seq_len != found.seq_len:
+    if step.seq_len != found.seq_len:
         notes.append(
-            f"Calibrated with rows of {found.seq_len:,} tokens: attention over {plan.seq_len:,} takes other times."
+            f"Calibrated with rows of {found.seq_len:,} tokens: attention over {step.seq_len:,} takes other times."
         )
     return Told(
         found,
@@ -244,7 +243,8 @@ def of_run(name: str, trainer: Any, spec: Recipe, summary: Mapping[str, Any]) ->
     except ConfigError as error:
         return {"missing": str(error)}
     if found is None:
-        return {"missing": f"this model was not calibrated on this machine: hf-offload plan --calibrate {name}"}
+        cause = "this model, with these settings, was not calibrated on this machine"
+        return {"missing": f"{cause}: hf-offload plan --calibrate, with the recipe {name} and the same KEY=VALUE"}
     accumulation = args.gradient_accumulation_steps
     tokens = round((summary["tokens_per_second"] or 0.0) * (measured or 0.0) / accumulation)
     tokens = tokens or args.per_device_train_batch_size * spec.data.block_size
@@ -264,12 +264,12 @@ def of_run(name: str, trainer: Any, spec: Recipe, summary: Mapping[str, Any]) ->
 
 
 def for_plan(
-    asked: Asked, plan: Workload, measure: bool, file: Path | None, say: Callable[[str], None]
+    asked: Asked, plan: Plan, measure: bool, file: Path | None, say: Callable[[str], None]
 ) -> tuple[Told | None, str | None]:
     """What a calibration says about a plan, if there is one, and what hinders where one was not asked for.
 
     Args:
-        asked: the options of `hf-offload plan`; plan: the step they came to.
+        asked: the options of `hf-offload plan`; plan: what they came to.
         measure: calibrate now.
         file: where the calibration is written to or read from; None: in the user's cache.
 
@@ -278,11 +278,12 @@ def for_plan(
         HostMemoryError: as `calibrate`.
     """
     wanted = measure or file is not None
-    if not wanted and (asked.params is not None or not any(calibration.folder().glob("*.json"))):
-        return None, None
+    a_number = asked.params is not None or asked.trainable is not None
     try:
-        trained, offload = _asked_for(asked, plan)
-        found = calibrate(trained, offload, plan, file, say) if measure else find(trained, offload, file)
+        if not wanted and (a_number or not any(calibration.folder().glob("*.json"))):
+            return None, None
+        trained, offload = _asked_for(asked, plan.workload)
+        found = calibrate(trained, offload, plan.workload, file, say) if measure else find(trained, offload, file)
     except ConfigError as error:
         if wanted:
             raise
@@ -304,6 +305,8 @@ def _asked_for(asked: Asked, plan: Workload) -> tuple[Trained, OffloadConfig]:
         spec = recipe.load(str(asked.recipe), asked.overrides)
         args = recipe.training_arguments(spec, output_dir="outputs", **plannable(spec))
         trained, offload = of_recipe(spec, args, str(asked.recipe)), spec.offload
+    if asked.state_dtype is not None:
+        offload = replace(offload, state_dtype=asked.state_dtype)
     return replace(trained, checkpointing=plan.checkpointing), with_link(offload, asked.link_gb_s)
 
 

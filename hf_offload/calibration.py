@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload import environment
+from hf_offload.cpus import find_cpus
 from hf_offload.errors import ConfigError, explain, shown
 from hf_offload.simulation import HostCost, LinkCost
 
@@ -104,12 +105,15 @@ class Calibration:
 
 
 def fingerprint() -> dict[str, Any]:
-    """What must be the same for a calibration to hold: processor, cores this process may use, GPUs, versions."""
+    """What must be the same for a calibration to hold: processor, cores this process may use and its quota of them,
+    the GPU that is trained on, versions. Other GPUs do not count: a run is often shown one of those that a plan sees.
+    """
     found = environment.versions()
     return {
         "processor": environment.processor(),
         "usable_cores": environment.usable_cores(),
-        "gpus": [name for name, _ in environment.gpus()],
+        "cpu_quota": find_cpus().quota,
+        "gpu": next((name for name, _ in environment.gpus()), None),
         "versions": {name: found[name] for name in FIT_VERSIONS if name in found},
     }
 
@@ -124,9 +128,16 @@ def digest(facts: Mapping[str, Any]) -> str:
 
 
 def folder() -> Path:
-    """Where calibrations are kept: `$XDG_CACHE_HOME/hf_offload/calibration`, else below `~/.cache`."""
+    """Where calibrations are kept: `$XDG_CACHE_HOME/hf_offload/calibration`, else below `~/.cache`.
+
+    Raises ConfigError where there is no home: a user that the system does not know, and no HOME.
+    """
     given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"  # the standard says: ignore relative ones
+    try:
+        base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"  # the standard: ignore relative ones
+    except RuntimeError:
+        cause, remedy = "not set, and this user has no home folder", "Set HOME or XDG_CACHE_HOME, or give --calibration"
+        raise ConfigError(explain("HOME", None, cause, remedy)) from None
     return base / "hf_offload" / "calibration"
 
 
@@ -193,13 +204,14 @@ def find(model: Mapping[str, Any], machine: Mapping[str, Any]) -> Calibration | 
     """The stored calibration of this model on this machine; None where there is none at all.
 
     Raises:
-        ConfigError: the file is damaged, or there are only files of this model from other machines.
+        ConfigError: the file is damaged or not to be read, or there are only files of this model from other machines.
     """
     path = path_for(model, machine)
-    if path.is_file():
-        return load(path, machine, model)
-    others = sorted(path.parent.glob(f"{model['digest']}-*.json"))
-    return load(others[-1], machine, model) if others else None
+    try:
+        found = [path] if path.is_file() else sorted(path.parent.glob(f"{model['digest']}-*.json"))
+    except OSError as error:  # another user's folder
+        raise ConfigError(explain("calibration", str(path), f"cannot be read: {error.strerror}", AGAIN)) from None
+    return load(found[-1], machine, model) if found else None
 
 
 def _read(path: Path) -> Calibration:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from hf_offload.errors import ConfigError, HostMemoryError, OffloadError, UnsupportedError
+from hf_offload.errors import ConfigError, HostMemoryError, OffloadError, UnsupportedError, explain
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
@@ -20,6 +22,21 @@ EXIT_CODES = (
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 JsonOut = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
+
+
+def check_output(option: str, file: Path | None) -> None:
+    """Before minutes of measuring: raises ConfigError where their figures could not be written."""
+    if file is None:
+        return
+    if file.is_dir():
+        cause, remedy = "a folder", "Give the name of a file in it"
+    elif not file.parent.is_dir():
+        cause, remedy = f"there is no folder {str(file.parent)!r}", "Give a file in a folder that is there"
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        cause, remedy = "not writable", "Give a file you may write to"
+    else:
+        return
+    raise ConfigError(explain(option, str(file), cause, remedy))
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:

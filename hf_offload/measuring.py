@@ -26,6 +26,7 @@ from hf_offload.engine.formats import FORMATS
 from hf_offload.engine.plan import ParamSpec, plan_buckets
 from hf_offload.engine.tensors import WIRE
 from hf_offload.engine.units import UnitMap, find_units
+from hf_offload.environment import usable_cores
 from hf_offload.errors import ConfigError, explain
 from hf_offload.measuring_host import Bench, Measured, kept_busy, seconds_a_turn
 from hf_offload.optimizer import OffloadAdam
@@ -45,8 +46,9 @@ EMULATED_S = 3e-4
 BESIDE_S = 1.0
 WIDEST = 0.15
 """The widest spread of a figure that is stored: interquartile range over median."""
-BUSIEST = 0.25
-"""Cores other programs may keep busy meanwhile."""
+BUSIEST = 0.125
+"""Part of the cores this process may use that other programs may keep busy meanwhile: on a large machine somebody
+always runs, and what that does to the figures their spread shows."""
 
 
 @dataclass(frozen=True)
@@ -342,11 +344,12 @@ def _part(rate: float) -> float:
 def _refuse_busy(figures: dict[str, Measured], others: float | None, widest: float) -> None:
     """Raises ConfigError where a spread is too wide to be stored."""
     wide = {name: found.spread for name, found in figures.items() if found.spread > widest}
-    if not wide and (others is None or others <= BUSIEST or widest > WIDEST):
+    crowded = others is not None and others > BUSIEST * usable_cores()
+    if not wide and (not crowded or widest > WIDEST):
         return
     told = [f"{name} {spread:.0%}" for name, spread in sorted(wide.items(), key=lambda f: -f[1])]
     cause = f"repeated measures spread too widely ({', '.join(told)}; at most {widest:.0%})" if told else ""
-    if others is not None and others > BUSIEST:
+    if crowded:
         cause += f"{' and ' if cause else ''}other programs kept {others:.1f} cores busy meanwhile"
     remedy = "Nothing was stored. End other programs, and calibrate again"
     raise ConfigError(explain("calibrate", "a busy machine", cause, remedy))

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hf_offload.command import Debug, JsonOut, guarded
+from hf_offload.command import Debug, JsonOut, check_output, guarded
 from hf_offload.errors import ConfigError, explain
 
 if TYPE_CHECKING:
@@ -67,9 +67,11 @@ def told(asked: Asked, answer: Answer, calibrate: bool, file: Path | None, plot:
         from hf_offload import prediction_plot
 
         prediction_plot.check(plot)  # before a minute of measuring
+    if calibrate and file is not None and file.parent.is_dir():  # a folder that is not there is made
+        check_output("--calibration", file)
     console = Console(stderr=True)
     with console.status("") as status:
-        found, note = calibrating.for_plan(asked, answer.plan.workload, calibrate, file, status.update)
+        found, note = calibrating.for_plan(asked, answer.plan, calibrate, file, status.update)
     if plot is not None:
         if found is None:
             cause = note or "this model was not calibrated on this machine"
@@ -99,13 +101,14 @@ def bench_predict(
 
     One calibration, as plan --calibrate makes it, then real steps behind an emulated device. Some four minutes.
     """
+    check_output("--out", out)
     console = Console(stderr=True)
     with console.status("Loading torch ...") as status:
         from hf_offload.bench import predict
 
         setting = predict.Setting(
             links=tuple(_numbers("--links", links)),
-            rows=tuple(round(n) for n in _numbers("--rows", rows)),
+            rows=tuple(int(n) for n in _numbers("--rows", rows, whole=True)),
             steps=steps,
             rounds=rounds,
             threads=threads,
@@ -120,14 +123,15 @@ def bench_predict(
         print_result(Console(), result)
 
 
-def _numbers(setting: str, text: str) -> list[float]:
-    """`2,6,16` as numbers above 0. Raises ConfigError."""
+def _numbers(setting: str, text: str, whole: bool = False) -> list[float]:
+    """`2,6,16` as numbers above 0, or whole ones. Raises ConfigError."""
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or not all(0 < n < 1e6 for n in found):
-        raise ConfigError(explain(setting, text, "not numbers above 0", "Write them as 2,6,16"))
+    if not found or not all(0 < n < 1e6 and not (whole and n % 1) for n in found):
+        cause = f"not {'whole ' if whole else ''}numbers above 0"
+        raise ConfigError(explain(setting, text, cause, "Write them as 2,6,16"))
     return found
 
 

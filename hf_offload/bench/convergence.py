@@ -69,6 +69,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     given = parser.parse_intermixed_args()
+    if given.seeds < 1:
+        parser.error("--seeds: at least 1")
+    if given.out and not given.out.parent.is_dir():
+        parser.error(f"--out: there is no folder {str(given.out.parent)!r}")
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in STATE_DTYPES}
     for seed in range(given.seeds):
         for name in STATE_DTYPES:

@@ -256,6 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, help="where the checkpoint goes, 12 bytes a parameter; default: /tmp")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     given = parser.parse_args(arguments)
+    for option, value, least in (("--steps", given.steps, 5), ("--saves", given.saves, 1)):
+        if value < least:
+            parser.error(f"{option}={value}: below {least}. Give at least {least}.")
     config = OffloadConfig(schedule="in_order", bucket_bytes=given.bucket_bytes)
     setting = Setting(
         planning.parse_count("--params", given.params), given.steps, given.saves, config, given.from_fp32
@@ -263,6 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         found = run(setting, Path(folder))
     print(json.dumps(found, indent=2) if given.json else table(found))
+    if not found["agrees"]:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ class Setting:
         _at_least("warmup_steps", self.warmup_steps, 2)
         if self.threads is not None:
             _at_least("threads", self.threads, 1)
+            step_threads(self.threads)
         for name in ("forward_ms", "backward_ms", "edge_ms"):
             _at_least(name, getattr(self, name), 0)
         if not 0 < self.link_gb_s < math.inf:
@@ -93,7 +94,7 @@ class Setting:
     def step_threads(self) -> int:
         """Threads of the host step: as asked for, else as many as leave a core to copies and training thread."""
         cores = len(usable_cores())
-        return min(self.threads or max(1, cores - spare(cores)), step_threads().most)
+        return self.threads or min(max(1, cores - spare(cores)), step_threads().most)
 
     def memory(self) -> Memory:
         """The model's weights and gradients. Raises HostMemoryError where a run would not fit."""

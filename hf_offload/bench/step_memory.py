@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_offload.kernels import cpu
 from hf_offload.kernels.cpu import roofline
 from hf_offload.kernels.cpu.wire import Array
 
@@ -52,8 +53,14 @@ class Memory:
 
     @cached_property
     def scratch(self) -> Array:
-        """uint8[n * scratch_bytes], aligned to 64: whose turn it is may use it, and finds others' bytes in it."""
-        return _aligned(self.params * self.scratch_bytes, np.dtype(np.uint8))
+        """uint8[n * scratch_bytes], aligned to 64: whose turn it is may use it, and finds others' bytes in it.
+
+        Touched in parallel, as the arrays are: its first user may write it in one thread, and then all of it would lie
+        on one NUMA node for those that follow.
+        """
+        found = _aligned(self.params * self.scratch_bytes, np.dtype(np.uint8))
+        cpu.touch(found, cpu.max_threads())
+        return found
 
     def fp32_scratch(self) -> Tensor:
         """float32[n] in the scratch."""
@@ -83,7 +90,7 @@ def need(params: int, scratch_bytes: int) -> dict[str, int]:
 
 
 def make(params: int, scratch_bytes: int, threads: int, seed: int = 0) -> Memory:
-    """Arrays with values as in training, each page first touched by a thread that steps it (scratch: by its users)."""
+    """Arrays with values as in training, each page first touched by a thread that steps it."""
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal((2, TILE), np.float32)
     master, exp_avg = normal[0] * np.float32(0.02), normal[1] * np.float32(1e-3)

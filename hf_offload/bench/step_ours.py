@@ -63,7 +63,7 @@ class OurCompact(Ours):
         self._held = _in_scratch(memory, self._codec)
 
     def begin(self) -> None:
-        """m and v of the values that the float32 state began with, rounded to nearest."""
+        """m and v of the values that the float32 state has now (its first tile, repeated), rounded to nearest."""
         _fill(self._held, _encoded(self._memory, self._codec))
 
     def _step(self, at: slice, bounds: Array, row: Array) -> None:

@@ -8,23 +8,19 @@ from collections.abc import Iterator
 
 import torch
 
+from hf_offload.engine.step_threads import step_threads
 from hf_offload.errors import ConfigError, explain
-from hf_offload.kernels.cpu import max_threads
 
 _OPENMP = ("libgomp", "libomp", "libiomp")
 
 
 def chosen(threads: int | None) -> int:
     """`threads`, or all that this process may use. Raises ConfigError: fewer than 1, or more than those."""
-    most = max_threads()
     if threads is None:
-        return most
+        return step_threads().most
     if threads < 1:
         raise ConfigError(explain("threads", threads, "below 1", "Give a number of at least 1"))
-    if threads > most:
-        cause = f"this process may use {most} (its CPU affinity, or NUMBA_NUM_THREADS)"
-        raise ConfigError(explain("threads", threads, cause, f"Give at most {most}, or let the process use more cores"))
-    return threads
+    return step_threads(threads).count
 
 
 @contextlib.contextmanager

@@ -351,6 +351,7 @@ def test_the_table_names_what_bounds_each_schedule(result: pipeline.Result) -> N
         (["--forward-ms=-1"], ["forward_ms=-1.0", "at least 0"]),
         (["--steps=0"], ["steps=0", "at least 1"]),
         (["--threads=0"], ["threads=0", "at least 1"]),
+        (["--threads=99999"], ["threads=99999", "may use"]),
         (["--schedules=overlaped"], ["schedules='overlaped'", "Did you mean 'overlapped'"]),
         (["--params-per-block=1e13"], ["GB"]),
     ],

@@ -99,8 +99,11 @@ def test_the_command(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 _NOTHING: Any = Cell("any dataclass", 0.0, 0, 0.0, 0.0, ())
 
 
-@pytest.mark.parametrize(("option", "value"), [("--links", "fast"), ("--rows", "0"), ("--links", ""), ("--rows", "4,")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("--links", "fast"), ("--rows", "0"), ("--rows", "0.3"), ("--links", ""), ("--rows", "4,")]
+)
 def test_numbers_that_are_none_are_refused(option: str, value: str) -> None:
     result = CliRunner().invoke(cli.app, ["bench", "predict", option, value])
     assert result.exit_code == 2
-    assert f"{option}={value!r}: not numbers above 0" in " ".join(result.output.split())
+    whole = "whole " if option == "--rows" else ""
+    assert f"{option}={value!r}: not {whole}numbers above 0" in " ".join(result.output.split())

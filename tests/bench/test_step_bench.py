@@ -28,6 +28,7 @@ from hf_offload.bench.step_check import WrongResult
 from hf_offload.bench.step_contenders import CONTENDERS
 from hf_offload.bench.step_memory import Memory
 from hf_offload.bench.step_ours import OurFloat32
+from hf_offload.cpus import Cpus
 from hf_offload.errors import ConfigError, HostMemoryError, StateError, UnsupportedError
 from hf_offload.hostmem import HostMemory
 from hf_offload.kernels.cpu import max_threads, reference
@@ -140,6 +141,15 @@ def test_all_contenders_share_one_memory() -> None:
         moments = contender.fp32_master and not own_moments
         assert changed == [contender.fp32_master, moments, moments, True], name
     assert all(a.ctypes.data % 64 == 0 for a in (*shared, memory.grad, memory.scratch))
+
+
+def test_no_contender_decides_where_the_scratch_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[tuple[int, int]] = []
+    monkeypatch.setattr(step_memory.cpu, "touch", lambda a, threads: touched.append((a.size, threads)))
+    memory = step_memory.make(5000, 4, 1)
+    for name in ("ours/int8/bf16", "torch_fused/bf16"):
+        CONTENDERS[name].make(memory, 1).begin()
+    assert touched == [(20_000, max_threads())]
 
 
 def test_what_is_needed_is_what_is_allocated() -> None:
@@ -270,6 +280,15 @@ def test_threads_are_set_everywhere_and_put_back() -> None:
         assert libraries, "torch brings one"
 
 
+def test_a_quota_counts_as_the_affinity_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NUMBA_NUM_THREADS", raising=False)
+    half = Cpus(usable=64, cores=32, quota=0.5, quota_of="cgroup cpu.max of /box")
+    monkeypatch.setattr("hf_offload.engine.step_threads.find_cpus", lambda: half)
+    assert threads_of.chosen(None) == 1
+    with pytest.raises(ConfigError, match=r"threads=2: .*may use 1 .*/box grants 0\.5 CPUs"):
+        threads_of.chosen(2)
+
+
 def test_a_state_that_is_no_longer_finite_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = step.prepare(Setting(**TINY, only=(OURS,)))
     lab.memory.exp_avg_sq[-1] = np.inf
@@ -363,7 +382,9 @@ def test_a_grid_of_threads_and_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         (["--params=0"], ["--params='0'", "not from 1"]),
         (["--params=many"], ["--params='many'", "7e9"]),
         (["--threads=0"], ["threads=0", "at least 1"]),
-        (["--threads=99999"], ["threads=99999", "may use", "Give at most"]),
+        (["--threads=99999"], ["threads=99999", "may use", "or fewer"]),
+        (["--out=nowhere/x.json"], ["--out='nowhere/x.json'", "there is no folder 'nowhere'"]),
+        (["--out=/"], ["--out='/'", "a folder"]),
         (["--rounds=0"], ["rounds=0", "at least 1"]),
         (["--only=ours/float32/bf61"], ["only='ours/float32/bf61'", "Did you mean 'ours/float32/bf16'"]),
         (["--params=1e13"], ["master, m, v", "GB"]),

@@ -104,6 +104,25 @@ def test_a_run_without_a_calibration_says_how_to_get_one(tiny: Path, tmp_path: P
     assert "was not calibrated on this machine" in figures["prediction"]["missing"]
 
 
+@pytest.mark.parametrize(
+    ("options", "field", "value"), [(["--state-dtype", "int8"], "state_dtype", "int8"), ([], "state_dtype", "float32")]
+)
+def test_the_state_of_the_options_is_what_is_measured(
+    tiny: Path, tmp_path: Path, options: list[str], field: str, value: str
+) -> None:
+    prediction(tiny, "--calibrate", *options)
+    (file,) = stored(tmp_path)
+    assert json.loads(file.read_text())[field] == value
+
+
+def test_state_that_the_options_keep_on_the_gpu_is_neither_copied_nor_stepped(tiny: Path) -> None:
+    link = ("--link-gb-s", 1e-4, "--gpu-gb", 80)
+    nothing = prediction(tiny, "--calibrate", *link)["schedules"]["in_order"]["exposed_seconds"]
+    for held in ("1e12", "auto"):
+        every = prediction(tiny, *link, "--device-state-bytes", held)["schedules"]["in_order"]["exposed_seconds"]
+        assert every < nothing / 10, held
+
+
 def test_a_file_of_ones_own_from_another_machine_or_damaged_or_of_another_model(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     assert prediction(tiny, "--calibrate", "--calibration", file)["calibration"]["path"] == str(file)

@@ -65,6 +65,17 @@ def test_the_step_is_packed_and_never_contracted(wire):
     assert not re.search(r"\bvf(n?m(add|sub))", text), "contracted to FMA: bits would depend on the loop's shape"
 
 
+@pytest.mark.parametrize("held", ["float32", *HELD])
+def test_what_is_written_past_the_cache_is_fenced(held):
+    """Nothing else on x86-64 lets the thread that copies the weights see them."""
+    if held == "float32":
+        text = assembly(adam._step_range, *step_signature(VIEW["bfloat16"]))
+    else:
+        text = assembly(compact._compact_range, *compact_signature(HELD[held], VIEW["bfloat16"]))
+    written = re.findall(r"^\s*v?movnt(?:dq|p[sd])\s", text, flags=re.M)
+    assert len(written) >= 4 and re.search(r"^\s*sfence$", text, flags=re.M)
+
+
 @pytest.mark.parametrize("wire", list(VIEW))
 def test_the_step_into_a_shadow_is_packed_too(wire):
     view = VIEW[wire]

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_offload import calibrating
+from hf_offload import calibrating, calibration
 from hf_offload.config import OffloadConfig
+from hf_offload.planning import Asked
 from hf_offload.subjects import facts
 
 
@@ -58,6 +59,10 @@ def test_the_link_of_the_options_wins_where_one_can_be_emulated(
 def test_nothing_is_looked_up_where_nothing_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrating, "_asked_for", lambda *given: pytest.fail("a model is built for nothing"))
-    asked: Any = SimpleNamespace(params=None)
     plan: Any = None
+    asked = Asked(recipe="quickstart")
     assert calibrating.for_plan(asked, plan, False, None, lambda text: None) == (None, None)
+    calibration.folder().mkdir(parents=True)
+    (calibration.folder() / "another-model.json").touch()
+    for number in (Asked(params="7e9"), Asked(recipe="quickstart", trainable="1e5")):
+        assert calibrating.for_plan(number, plan, False, None, lambda text: None) == (None, None)

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from hf_offload import calibration
+from hf_offload import calibration, environment
 from hf_offload.calibration import Calibration, Engine, Link, UnitCost
+from hf_offload.cpus import find_cpus
 from hf_offload.errors import ConfigError
 from hf_offload.simulation import HostCost, LinkCost
 
-MACHINE = {"processor": "Some CPU", "usable_cores": 2, "gpus": [], "versions": {"numba": "0.68.0", "torch": "2.13.0"}}
+MACHINE = {"processor": "Some CPU", "usable_cores": 2, "gpu": None, "versions": {"numba": "0.68.0", "torch": "2.13.0"}}
 MODEL = {"name": "a model/of mine", "digest": "0123456789ab"}
 
 
@@ -71,7 +72,7 @@ def test_what_was_saved_comes_back(file: Path) -> None:
     [
         ({"processor": "Other"}, "processor 'Some CPU' there, 'Other' here"),
         ({"usable_cores": 64}, "usable_cores 2 there, 64 here"),
-        ({"gpus": ["H200"]}, "gpus [] there, ['H200'] here"),
+        ({"gpu": "H200"}, "gpu None there, 'H200' here"),
         ({"versions": {"numba": "0.70.0", "torch": "2.13.0"}}, "numba 0.68.0 there, 0.70.0 here"),
         ({"versions": {"numba": "0.68.0"}}, "torch 2.13.0 there, None here"),
     ],
@@ -163,12 +164,44 @@ def test_the_folder_is_the_systems_cache(monkeypatch: pytest.MonkeyPatch) -> Non
         assert calibration.folder() == (base or Path.home() / ".cache") / below
 
 
+def test_no_home_and_another_user_s_folder_are_told_as_any_hindrance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs look here when they have ended: what is not a ConfigError would cost them their summary."""
+
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    def closed(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Path, "is_file", closed)
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+        calibration.find({"digest": "d", "name": "n"}, MACHINE)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nowhere)
+    with pytest.raises(ConfigError, match="HOME=None: not set"):
+        calibration.find({"digest": "d", "name": "n"}, MACHINE)
+
+
 def test_the_fingerprint_is_plain_data_and_names_what_it_must() -> None:
     here = calibration.fingerprint()
     assert json.loads(json.dumps(here)) == here
     assert here["usable_cores"] == len(os.sched_getaffinity(0))
+    assert here["cpu_quota"] == find_cpus().quota
     assert {"hf_offload", "torch", "numba"} <= set(here["versions"])
     assert calibration.differences(here, here) == []
+
+
+def test_a_run_that_sees_one_of_a_machine_s_gpus_finds_what_was_measured_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for names in (["H200", "H200"], ["H200"], ["L4"], []):
+        monkeypatch.setattr(environment, "gpus", lambda names=names: [(name, 1) for name in names])
+        seen.append(calibration.fingerprint())
+    every, one, other, none = seen
+    assert every == one and calibration.differences(one, none) == ["gpu 'H200' there, None here"]
+    assert calibration.differences(one, other) == ["gpu 'H200' there, 'L4' here"]
 
 
 def test_every_field_is_in_the_file(file: Path) -> None:

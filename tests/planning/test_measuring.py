@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_offload import measuring
+from hf_offload.bench import busy
 from hf_offload.bench.cores import STEP_THREAD, engine_threads
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.formats import FORMATS
@@ -169,7 +173,8 @@ def test_a_whole_calibration(quick: None, monkeypatch: pytest.MonkeyPatch, sampl
         assert p.grad is None and torch.equal(p, before[name]), name
 
 
-def test_a_busy_machine_is_refused_with_the_figures() -> None:
+def test_a_busy_machine_is_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "usable_cores", lambda: 2)
     calm, wild = Measured(1.0, 0.02), Measured(1.0, 0.4)
     measuring._refuse_busy({"host step": calm}, 0.1, 0.15)
     measuring._refuse_busy({"host step": calm}, None, 0.15)
@@ -179,6 +184,31 @@ def test_a_busy_machine_is_refused_with_the_figures() -> None:
     with pytest.raises(ConfigError, match=r"other programs kept 1\.5 cores busy"):
         measuring._refuse_busy({"norm": calm}, 1.5, 0.15)
     measuring._refuse_busy({"host step": wild}, None, 0.5)
+    monkeypatch.setattr(measuring, "usable_cores", lambda: 64)
+    measuring._refuse_busy({"norm": calm}, 1.5, 0.15)  # a server on which somebody always runs
+
+
+def test_programs_on_cores_that_are_not_this_process_s_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(busy, "STAT", stat)
+    monkeypatch.setattr(busy, "affinity", lambda pid: frozenset({0, 2}))
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0] / 2)
+    monkeypatch.setattr(busy, "time", clock)
+    second = os.sysconf("SC_CLK_TCK")
+
+    def rows(*seconds: int) -> str:
+        return "".join(f"cpu{n} {s * second} 0 0 7 7 0 0 0 0 0\n" for n, s in zip(("", 0, 1, 2), seconds))
+
+    stat.write_text(rows(90, 10, 50, 30))
+    cores = busy.BusyCores()
+    now[0] = 10.0
+    stat.write_text(rows(120, 18, 60, 32))
+    assert cores.others() == pytest.approx(0.5)  # 10 seconds on two cores, of which 5 are its own
+    stat.write_text("nothing of the kind\n")
+    assert cores.others() is None
 
 
 @pytest.mark.parametrize(
