@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_offload import OffloadAdam, OffloadConfig
 from hf_offload.engine import schedules
+from hf_offload.engine.formats import FORMATS
 from hf_offload.transport import HostTransport
 from hf_offload.transport.select import DeviceFacts
 
@@ -237,7 +238,8 @@ def settings(schedule: str, **more: Any) -> OffloadConfig:
     mode = {**MODES, **RESIDENT}.get(schedule, {"schedule": schedule})
     given = {"bucket_bytes": 96, "ring_slots": 2, "timeout_s": LONG, **mode, **more}
     if schedule == "small shadow":  # at most 8 bytes of shadow for each byte on a wire that mixes 2 and 4
-        given.setdefault("shadow_bytes", 16 * max(given["bucket_bytes"], 4))
+        least = 4 * FORMATS[given.get("state_dtype", "float32")].block  # bytes of the smallest bucket
+        given.setdefault("shadow_bytes", 16 * max(given["bucket_bytes"], least))
     return OffloadConfig(**given)
 
 
