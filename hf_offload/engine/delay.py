@@ -38,7 +38,6 @@ class Delay:
 
         The very same `buckets` while the delay has not begun. Once that step is taken, `buckets` are pending.
         """
-        self.delivering = False
         if steps < self._warmup_steps and not self.pending:
             return buckets
         delivered = list(self.pending)

@@ -448,7 +448,6 @@ class Engine:
             if self.config.poison:
                 for p in params:
                     p.detach().fill_(math.nan)
-            work.weight_versions.clear()  # an interrupt right after the next line: these writes are nobody else's
             torch.autograd.graph.increment_version(params)
         for work in works:  # after all: parameters that are views of one tensor share its version counter
             work.note_weights()
