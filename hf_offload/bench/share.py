@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from hf_offload.bench.emulated import device_memory
 from hf_offload.config import OffloadConfig
-from hf_offload.engine.resident import STATE_BYTES
 from hf_offload.environment import hardware, versions
 from hf_offload.errors import ConfigError, OffloadError, explain
 from hf_offload.optimizer import OffloadAdam
+from hf_offload.planner import STATE_BYTES
 from hf_offload.preflight import check_host_budget
 
 SHARES = {"none": 0.0, "half": 0.5, "all": 1.0}

@@ -12,15 +12,11 @@ import torch
 from torch import nn
 
 from hf_offload import hostmem
-from hf_offload.config import OffloadConfig
-from hf_offload.errors import ConfigError, UnsupportedError, explain
+from hf_offload.config import STATE_DTYPES, OffloadConfig
+from hf_offload.errors import UnsupportedError, explain
 from hf_offload.optimizer import OffloadAdam
 
-STATE_DTYPES = ("float32", "bfloat16", "int8")
 PARAMS, TENSOR = 64_000_000, 4_000_000
-_SMALL_RING = {"bucket_bytes": 1 << 20, "ring_slots": 2}
-"""Which does not depend on the model, and so is kept out of the figure as far as may be: 0.07 bytes a parameter."""
-
 _WARM = 200_000
 """Elements of a first optimizer, which compiles the kernels: that takes memory, too."""
 
@@ -50,7 +46,7 @@ class Resident:
 
 
 def measure(say: Callable[[str], None], threads: int, params: int = PARAMS) -> dict[str, Resident]:
-    """Each state dtype that this version has, by name.
+    """Each state dtype, by name.
 
     Raises:
         UnsupportedError: the system does not tell (no /proc/self/status).
@@ -60,24 +56,19 @@ def measure(say: Callable[[str], None], threads: int, params: int = PARAMS) -> d
         raise UnsupportedError(explain("--resident", True, cause, "Run it on Linux 4.5 or newer"))
     found = {}
     for dtype in STATE_DTYPES:
-        config = _config(dtype, threads)
-        if config is None:
-            continue
+        # a small ring, which does not depend on the model: 0.07 bytes a parameter
+        config = OffloadConfig(
+            schedule="in_order",
+            transport="host",
+            threads=threads,
+            state_dtype=dtype,
+            bucket_bytes=1 << 20,
+            ring_slots=2,
+        )
         say(f"Measuring the resident state in {dtype} ...")
         _of(config, _WARM)
         found[dtype] = _of(config, params)
     return found
-
-
-def _config(state_dtype: str, threads: int) -> OffloadConfig | None:
-    """None where this version knows no such state dtype."""
-    common: dict[str, Any] = {"schedule": "in_order", "transport": "host", "threads": threads, **_SMALL_RING}
-    if state_dtype != "float32":
-        common["state_dtype"] = state_dtype
-    try:
-        return OffloadConfig(**common)
-    except ConfigError:
-        return None
 
 
 def _of(config: OffloadConfig, params: int) -> Resident:

@@ -74,6 +74,8 @@ class Arena:
         self._quick = [(p.dtype, p.shape, p.stride()) for p in self.params]
         self.param_bytes = np.array([p.nbytes for p in self.params], np.int64)
         self.bucket_params = [np.array([p.param for p in b.pieces]) for b in self.plan.buckets]
+        self._numbers = np.array(self._rounding.numbers, np.int64)
+        self._first_blocks = [np.array([p.start // kind.block for p in b.pieces]) for b in self.plan.buckets]
         self.bucket_bounds = [np.array([p.offset for p in b.pieces] + [b.numel], np.int64) for b in self.plan.buckets]
         self.bucket_spans = [spans_of(b) for b in self.plan.buckets]
         self.piece_counts = np.bincount(
@@ -125,9 +127,8 @@ class Arena:
         """
         if self.kind.block == 1:
             return _NO_NOISE
-        at = self.bucket_params[bucket]
-        firsts = np.array([p.start // self.kind.block for p in self.plan.buckets[bucket].pieces])
-        return cpu.noise_rows(self._rounding.seed, np.asarray(self._rounding.numbers)[at], firsts, turns[at])
+        at, firsts = self.bucket_params[bucket], self._first_blocks[bucket]
+        return cpu.noise_rows(self._rounding.seed, self._numbers[at], firsts, turns[at])
 
     @property
     def turns(self) -> np.ndarray:

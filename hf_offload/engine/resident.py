@@ -18,11 +18,10 @@ from hf_offload.engine.masters import drop_master, give_back_master, waiting_mas
 from hf_offload.engine.tensors import WIRE, flat, host_array, like_layout
 from hf_offload.engine.work import BucketWork, DeviceGradients, StepWork
 from hf_offload.kernels import cpu
+from hf_offload.planner import STATE_BYTES
 from hf_offload.transport import Event
 from hf_offload.transport.in_place import DeviceAdam, StatePiece
 
-STATE_BYTES = 12
-"""Of a parameter: fp32 master, exp_avg and exp_avg_sq."""
 WHOLE = 1 << 62
 """More bytes than any bucket has: none is cut for the ring's sake, since nothing of it travels."""
 _CHUNK = 1 << 24  # elements: bounds the temporaries of a comparison on a GPU to some 100 MB

@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_offload.config import AUTO
 from hf_offload.engine.arena import Arena
 from hf_offload.engine.device_memory import DeviceMemory
-from hf_offload.engine.resident import STATE_BYTES
+from hf_offload.planner import STATE_BYTES
 
 logger = logging.getLogger(__name__)
 

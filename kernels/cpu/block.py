@@ -288,11 +288,6 @@ def pointer_to(context, builder, kind, array, index):
     return builder.gep(data, [index])
 
 
-def scalars_of(builder, values):
-    """The members of a tuple of scalars."""
-    return [builder.extract_value(values, i) for i in range(columns.NUM_COEF)]
-
-
 def branch(builder, block, l2) -> None:
     """The block's code without L2 or with it: 0 * theta is NaN where theta is infinite."""
     with builder.if_else(builder.fcmp_ordered("==", l2, F32(0.0))) as (decoupled, coupled):

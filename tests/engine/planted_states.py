@@ -22,7 +22,7 @@ PLANTED = (
     Planted("noise that ignores the step", TWIN, ARENA, "firsts, turns[at])", "firsts, 0 * turns[at] + 1)"),
     Planted("noise that ignores the step, bfloat16", TWIN_OF_BFLOAT16, ARENA, "firsts, turns[at])",
             "firsts, 0 * turns[at] + 1)"),
-    Planted("noise that ignores the parameter's number", TWIN, ARENA, "np.asarray(self._rounding.numbers)[at]",
+    Planted("noise that ignores the parameter's number", TWIN, ARENA, "self._numbers[at]",
             "0 * at"),
     Planted("noise that ignores the block", BITS, ARENA, "firsts, turns[at])", "0 * firsts, turns[at])"),
     Planted("noise that ignores the seed", DTYPES + "the_seed_is_the_only_thing_that_moves_the_rounding[int8]", ARENA,
