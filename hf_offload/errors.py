@@ -70,12 +70,17 @@ def shown(value: object) -> str:
         text = _SHORT.repr(value)
     except Exception:  # somebody's own __repr__, __len__ or __iter__
         return f"<{type(value).__name__}>"
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """`text` for a message, somebody else's and maybe endless: its first few hundred characters."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def explain(setting: str, value: object, cause: str, remedy: str) -> str:
     """The house form of an error message: `setting=value: cause. Remedy.`"""
-    return f"{setting}={shown(value)}: {cause.rstrip('.')}. {remedy.rstrip('.')}."
+    return f"{cut(setting)}={shown(value)}: {cause.rstrip('.')}. {remedy.rstrip('.')}."
 
 
 def _alike(name: str, valid: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_offload import strict_yaml
 from hf_offload.config import OffloadConfig
-from hf_offload.errors import ConfigError, RecipeError, explain, nearest, shown
+from hf_offload.errors import ConfigError, RecipeError, cut, explain, nearest, shown
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -257,7 +257,10 @@ def apply_override(raw: dict[str, Any], override: str) -> dict[str, Any]:
     if not equals or not all(names):
         remedy = "Write it as in training.max_steps=20"
         raise RecipeError(explain("override", override, "not of the form key=value", remedy))
-    return _set(raw, names, strict_yaml.parse(text, f"override {key}"), override)
+    if len(names) > strict_yaml.DEEPEST:
+        cause, remedy = f"{len(names):,} keys within one another", f"Write {strict_yaml.DEEPEST} at most"
+        raise RecipeError(explain("override", override, cause, remedy))
+    return _set(raw, names, strict_yaml.parse(text, f"override {cut(key)}"), override)
 
 
 def _set(raw: dict[str, Any], names: list[str], value: Any, said: str) -> dict[str, Any]:

@@ -127,8 +127,9 @@ def load(optimizer: OffloadAdam, state_dict: Any) -> None:
         engine.bind_trainable()
         engine.bind(fits.entries)
     for group, new in zip(optimizer.param_groups, fits.groups):
-        # In place: who holds a group (a scheduler, the optimizer this one took over from) goes on holding it. And never
-        # without `params` or a setting, wherever an interrupt falls.
+        # In place: who holds a group (a scheduler, the optimizer this one took over from) goes on holding it, settings
+        # keep their order (a resumed run saves the very bytes of one that never stopped), and none is missing,
+        # wherever an interrupt falls.
         group.update(new)
         for name in group.keys() - new.keys() - {"params"}:
             del group[name]
@@ -272,7 +273,6 @@ def _settings(optimizer: OffloadAdam, group: Mapping[str, Any], saved: Mapping[s
             explain("decoupled_weight_decay", theirs, f"the saved state's decay is of another kind than here ({ours})",
                     f"Make the optimizer with decoupled_weight_decay={shown(theirs)}")
         )  # fmt: skip
-    # In the group's own order: then a resumed run saves the very bytes of one that never stopped.
     kept = {name: value for name, value in group.items() if name in optimizer.defaults or name == "param_names"}
     new = {**kept, **_copied(saved)}
     try:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from hf_offload.errors import RecipeError, explain, nearest, shown
+from hf_offload.errors import RecipeError, cut, explain, nearest, shown
 
 T = TypeVar("T")
 
@@ -123,12 +123,12 @@ def parse(text: str, source: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
-        cause = error.problem or error.context or "not valid YAML"
+        cause = cut(error.problem or error.context or "not valid YAML")
         raise RecipeError(f"{where}: does not parse as YAML: {cause}. Correct this line.") from None
     except RecursionError:
         raise RecipeError(f"{source}: does not parse as YAML: nested too deeply. Write it flatter.") from None
     except (yaml.YAMLError, ValueError) as error:
-        cause = str(error).strip().replace("\n", " ")
+        cause = cut(str(error).strip().replace("\n", " "))
         raise RecipeError(f"{source}: does not parse as YAML: {cause}. Correct the file.") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError):  # PyYAML's own, on `!!int ""`, `!!bool maybe` ...
         cause = "a value that is not of the type its tag (`!!...`) names"

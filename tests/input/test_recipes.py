@@ -120,6 +120,20 @@ def test_any_override(examples: int) -> None:
     check()
 
 
+LONG = "x" * 12_000
+ENDLESS = (
+    LONG, f"{LONG}=1", f"{LONG}=[", f"{LONG}.y=1", f"model.{LONG}=1", f"model.{LONG}=[", f"a=*{LONG}", f"a=!!{LONG}",
+    "a." * 8000 + "b=1", f"a.b.{'.'.join('c' * 41)}=1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("override", ENDLESS, ids=range(len(ENDLESS)))
+def test_an_override_without_end_is_refused_in_a_few_words(override: str) -> None:
+    with pytest.raises(RecipeError) as refusal:
+        recipe.from_mapping(recipe.apply_override(VALID, override))
+    assert len(str(refusal.value)) < 2500
+
+
 def doubled(levels: int, join: str) -> str:
     lines = [f"a0: &a0 {join.format('x, y').replace('<<: [x, y]', 'x: 1')}"]
     lines += [f"a{i}: &a{i} {join.format(f'*a{i - 1}, *a{i - 1}')}" for i in range(1, levels)]
