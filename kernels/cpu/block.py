@@ -32,8 +32,8 @@ class Block:
         wires: Numba's types of a gradient and a weight.
     """
 
-    ahead = 1024
-    """Elements by which memory is asked for before it is used: half a microsecond of one core's work. Where a block is
+    ahead = 512
+    """Elements by which memory is asked for before it is used: a quarter of a microsecond of one core's work. Where a block is
     few lines of each array, the hardware's own prefetchers come too late. 128 elements cost a tenth."""
 
     def __init__(self, builder, here, there, grad, weight, c, noise, wires) -> None:
@@ -272,7 +272,8 @@ def _narrowed(builder, x, wire):
         return builder.trunc((_rounded(x) >> 16).value, ir.VectorType(I16, WIDTH))
     if wire == types.int16:
         halves = builder.fptrunc(x.value, ir.VectorType(lanes.F16, WIDTH))
-        return builder.bitcast(halves, ir.VectorType(I16, WIDTH))
+        # Else they reach the store as halves, and LLVM (to 22 at least) has no store of these past the cache.
+        return lanes.opaque(builder, builder.bitcast(halves, ir.VectorType(I16, WIDTH)))
     return x.value
 
 

@@ -113,6 +113,14 @@ def from_half(builder, bits):
     return Lanes(builder, builder.fpext(builder.bitcast(bits, ir.VectorType(F16, WIDTH)), FLOATS))
 
 
+def opaque(builder, value):
+    """The integers of a vector, in a way of which LLVM cannot tell that it changes nothing."""
+    zero = builder.asm(ir.FunctionType(I32, [I32]), "", "=r,0", [I32(0)], False)
+    one = builder.insert_element(ir.Constant(value.type, ir.Undefined), builder.trunc(zero, value.type.element), I32(0))
+    zeros = builder.shuffle_vector(one, ir.Constant(value.type, ir.Undefined), ir.Constant(INTS, [0] * WIDTH))
+    return builder.or_(value, zeros)
+
+
 def choose(mask, yes, no):
     """Lane by lane."""
     return Lanes(yes.builder, yes.builder.select(mask, yes.value, no.value))

@@ -65,13 +65,16 @@ def test_the_step_is_packed_and_never_contracted(wire):
     assert not re.search(r"\bvf(n?m(add|sub))", text), "contracted to FMA: bits would depend on the loop's shape"
 
 
-@pytest.mark.parametrize("held", ["float32", *HELD])
-def test_what_is_written_past_the_cache_is_fenced(held):
-    """Nothing else on x86-64 lets the thread that copies the weights see them."""
+@pytest.mark.parametrize(
+    ("held", "wire"),
+    [*(("float32", wire) for wire in VIEW), ("bfloat16", "bfloat16"), ("bfloat16", "float16"), ("int8", "float16")],
+)
+def test_weights_are_written_past_the_cache_and_fenced(held, wire):
+    """Nothing but the fence lets, on x86-64, the thread that copies the weights see them."""
     if held == "float32":
-        text = assembly(adam._step_range, *step_signature(VIEW["bfloat16"]))
+        text = assembly(adam._step_range, *step_signature(VIEW[wire]))
     else:
-        text = assembly(compact._compact_range, *compact_signature(HELD[held], VIEW["bfloat16"]))
+        text = assembly(compact._compact_range, *compact_signature(HELD[held], VIEW[wire]))
     written = re.findall(r"^\s*v?movnt(?:dq|p[sd])\s", text, flags=re.M)
     assert len(written) >= 4 and re.search(r"^\s*sfence$", text, flags=re.M)
 
