@@ -1,9 +1,10 @@
 """Measuring a machine with a model: what a `Calibration` holds, in under a minute.
 
 The model trains for a few steps with the real optimizer, *in order* and on a link that is not emulated: from these come
-forward and backward of each unit, host step, copies, the norm, and what the engine's own code takes. What they do not
-run is timed by itself (`measuring_host`). Then the device computes while a thread repeats host steps, and while one
-repeats copies: that is who slows down whom.
+forward and backward of each unit, host step, copies, the norm, and what the engine's own code takes where its thread
+waits for every bucket. What that takes where buckets queue up comes from *overlapped* steps (`measuring_queue`). What
+neither runs is timed by itself (`measuring_host`). Then the device computes while a thread repeats host steps, and
+while one repeats copies: that is who slows down whom.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hf_offload.engine.units import UnitMap, find_units
 from hf_offload.environment import usable_cores
 from hf_offload.errors import ConfigError, explain
 from hf_offload.measuring_host import Bench, Measured, kept_busy, seconds_a_turn
+from hf_offload.measuring_queue import Spans, queued
 from hf_offload.optimizer import OffloadAdam
 from hf_offload.simulation import COPY, DEVICE, HOST, HostCost, LinkCost
 from hf_offload.stopwatch import Passed, Stopwatch, Subject
@@ -37,6 +39,7 @@ from hf_offload.transport import HostTransport, Segment, Transport
 SAMPLE = 24_000_000
 """Parameters of the sample of the model that host figures are taken from: 0.6 GB of host memory."""
 WARM, REPEATS = 2, 7
+QUEUED_STEPS = 12
 SECONDS = 12.0
 """What the steps of one batch size may take; from three repeats on it ends there."""
 LATENCIES, LATENCY_BYTES = 40, 1024
@@ -100,6 +103,7 @@ def measure(
     figures = {**trained.figures(), **{f"kernel {name}": found for name, found in kernels.items()}}
     _refuse_busy(figures, busy.others(), WIDEST if widest is None else widest)
     alone = {name: found.value for name, found in kernels.items()}
+    host = _host_cost(alone, figures["host step"].value, figures["norm"].value)
     return Calibration(
         machine=fingerprint(),
         model=model,
@@ -108,9 +112,9 @@ def measure(
         rows=rows,
         threads=trained.threads,
         state_dtype=config.state_dtype,
-        host=_host_cost(alone, figures["host step"].value, figures["norm"].value),
+        host=host,
         link=_link(trained.transport, trained.steps, trained.nbytes, trained.latencies, trained.emulation_s),
-        engine=_engine(trained.steps, trained.buckets, trained.latencies),
+        engine=_engine(trained, host.step),
         rates=rates,
         spread={name: found.spread for name, found in figures.items()},
     )
@@ -122,6 +126,7 @@ class _Trained:
 
     Attributes:
         passes: micro-batches by their number of rows; steps: one after each.
+        queued: seconds between the kernels of buckets that queued up.
         latencies: of small copies down and up; emulation_s: what an emulated link adds to each.
         threads: of the host step; transport: its name.
         params, buckets, nbytes: parameters stepped, their buckets, and their bytes on the wire.
@@ -129,6 +134,7 @@ class _Trained:
 
     passes: dict[int, list[Passed]]
     steps: list[Stepped]
+    queued: list[float]
     latencies: tuple[list[float], list[float]]
     emulation_s: float
     threads: int
@@ -149,6 +155,9 @@ class _Trained:
 def _train(
     subject: Subject, units: UnitMap, config: OffloadConfig, rows: tuple[int, int], say: Callable[[str], None]
 ) -> _Trained:
+    say("Buckets that queue up ...")
+    with _stepping(subject, units, dataclasses.replace(config, schedule="overlapped")) as lab:
+        queue = lab.queue(rows[0])
     with _stepping(subject, units, config) as lab:
         passes, steps = {}, []
         for count in rows:
@@ -158,14 +167,16 @@ def _train(
         say("The link's latency ...")
         latencies = lab.latencies()
         return _Trained(
-            passes, steps, latencies, _emulation_s(latencies) if lab.transport_name == "host" else 0.0,
+            passes, steps, queue, latencies, _emulation_s(latencies) if lab.transport_name == "host" else 0.0,
             lab.threads, lab.transport_name, lab.params, lab.buckets, lab.nbytes,
         )  # fmt: skip
 
 
 def _host_cost(kernels: dict[str, float], step: float, norm: float) -> HostCost:
-    """The kernels alone, but for the step, which is the engine's; a guess does the same over twice the state, and
-    is scaled as the step is."""
+    """The kernels alone. `step`, the engine's *in order*, counts where that is the faster one: what it takes longer is
+    of a core that has rested, see `_engine`. A guess does the same over twice the state, and is scaled as the step is.
+    """
+    step = min(step, kernels["step"])
     return HostCost(**{**kernels, "guess": kernels["guess"] * step / kernels["step"], "step": step, "norm": norm})
 
 
@@ -237,12 +248,29 @@ class _Lab:
         optimizer.step()
         optimizer.zero_grad()
         wall, main = time.perf_counter() - begin, time.thread_time() - main
-        for p in self._others:
-            p.grad = None
+        self._drop_others()
         stats = optimizer.stats()
         self.params, self.nbytes = stats.params, stats.d2h_bytes
         self.buckets = sum(len(a.plan.buckets) for a in optimizer.engine.arenas)
         return Stepped(wall, main, norm, *(stats.seconds[name] for name in ("d2h", "host_step", "h2d")))
+
+    def _drop_others(self) -> None:
+        for p in self._others:
+            p.grad = None
+
+    def queue(self, rows: int) -> list[float]:
+        """Of steps that follow each other with nothing in between, on the same gradients, see `measuring_queue`."""
+        engine, spans = self._optimizer.engine, Spans()
+        self._watch.run(rows)
+        for number in range(QUEUED_STEPS + 1):
+            self._optimizer.step()
+            self._optimizer.synchronize()
+            if number == 0:  # this one allocates
+                self._subject.settle()
+                engine.record_to(spans)
+        self._optimizer.zero_grad()
+        self._drop_others()
+        return queued(spans, len(engine.placement.transport.up))
 
     def latencies(self) -> tuple[list[float], list[float]]:
         """Of small copies over the engine's transport, down and up."""
@@ -285,13 +313,10 @@ def _stepping(subject: Subject, units: UnitMap, config: OffloadConfig) -> Iterat
         if chosen and sum(p.numel() for p in (*chosen, *more)) > SAMPLE:
             break
         chosen += more
-    whole = len(chosen) == sum(p.requires_grad for p in subject.model.parameters())
     watch = Stopwatch(subject, units)
     try:
         # lr=0: the weights stay as they are
-        with OffloadAdam(
-            chosen, lr=0.0, weight_decay=0.0, config=config, model=subject.model if whole else None
-        ) as made:
+        with OffloadAdam(chosen, lr=0.0, weight_decay=0.0, config=config, model=subject.model) as made:
             subject.join(made)
             yield _Lab(subject, watch, made, set(map(id, chosen)))
     finally:
@@ -403,11 +428,19 @@ def _link(
     return Link(transport=name, emulates=emulates, down=found[0], up=found[1], emulation_s=emulation_s)
 
 
-def _engine(steps: Sequence[Stepped], buckets: int, latencies: tuple[list[float], list[float]]) -> Engine:
-    """`bucket_s`: the hand-overs of a step *in order* less the latencies of its copies."""
-    copies = buckets * sum(statistics.median(times) for times in latencies)
-    rest = statistics.median(s.rest for s in steps)
+def _engine(trained: _Trained, step: float) -> Engine:
+    """The hand-overs of a bucket *in order*, less the latencies of its copies, are `bucket_s` and `idle_s`; so is what
+    the kernel took longer than `step`, seconds a parameter. Where no buckets queued up, since copies are slower than
+    the host step, `idle_s` is that alone."""
+    handed = rested = 0.0
+    if trained.buckets:
+        latency = sum(statistics.median(times) for times in trained.latencies)
+        handed = max(0.0, statistics.median(s.rest for s in trained.steps) / trained.buckets - latency)
+        slower = statistics.median(s.host_step for s in trained.steps) - step * trained.params
+        rested = max(0.0, slower) / trained.buckets
+    bucket_s = min(handed, statistics.median(trained.queued)) if trained.queued else handed
     return Engine(
-        step_s=statistics.median(s.main for s in steps),
-        bucket_s=max(0.0, rest - copies) / buckets if buckets else 0.0,
+        step_s=statistics.median(s.main for s in trained.steps),
+        bucket_s=bucket_s,
+        idle_s=handed - bucket_s + rested,
     )

@@ -50,7 +50,7 @@ class HostCost:
     """Seconds a parameter that each of the host's kernels takes, alone.
 
     Attributes:
-        step: the Adam step, from a gradient on the wire.
+        step: the Adam step, from a gradient on the wire, bucket after bucket.
         guess: the same into a shadow, during backward.
         put, add: a gradient into the store, in place of what is there, or to it.
         squares: the sum of squares of a stored gradient.
@@ -97,7 +97,8 @@ class Costs:
     Attributes:
         step_s: seconds of the training thread in `clip_grad_norm_`, `step()` and `zero_grad()`, hand-overs included,
             with the device idle.
-        bucket_s: seconds of the step's thread beside the kernel, for each bucket.
+        bucket_s: seconds of the step's thread beside the kernel, for each bucket that is there when its turn comes.
+        idle_s: seconds more where the thread had to wait for it: to wake up, and to work on a core that has rested.
         rates: who slows whom down.
     """
 
@@ -106,6 +107,7 @@ class Costs:
     up: LinkCost
     step_s: float = 0.0
     bucket_s: float = 0.0
+    idle_s: float = 0.0
     rates: Rates = field(default_factory=dict)
 
 
@@ -227,6 +229,7 @@ class _Run:
         self.waiting: deque[_Bucket] = deque()  # to be stepped ahead
         self.step_ended = Signal(fired=True)
         self.steps_taken = 0
+        self.rested = False  # the step's thread, since its last bucket
         for process in (self.train(), self.serve(), *(self.carry(name) for name in self.lanes)):
             self.world.start(process)
 
@@ -297,20 +300,21 @@ class _Run:
             if self.jobs.empty and self.waiting:
                 yield from self.step_ahead()
                 continue
+            since = self.world.now
             what, bucket, signal = yield from self.jobs.get()
+            self.rested |= self.world.now > since
             if what == "step":
                 yield from self.take_step()
                 self.world.fire(signal)
             elif bucket is None:
                 self.world.fire(signal)
             else:
-                yield signal
+                yield from self.wait(signal)
                 yield from self.put_away(bucket, last=what == "drop last")
 
     def put_away(self, bucket: _Bucket, last: bool) -> Process:
         host, params = self.costs.host, bucket.size.params
-        yield Work(PYTHON, self.costs.bucket_s)
-        yield Work(HOST, (host.add if bucket.passes else host.put) * params)
+        yield from self.kernel(host.add if bucket.passes else host.put, bucket)
         bucket.passes = 0 if last else bucket.passes + 1
         self.free_slots.append(0)
         self.world.fire(self.slot_freed)
@@ -345,17 +349,17 @@ class _Run:
 
     def one_by_one(self) -> Process:
         for bucket in self.buckets:
-            yield self.bring_down(bucket)
+            yield from self.wait(self.bring_down(bucket))
             yield from self.kernel(self.costs.host.step, bucket)
             self.lanes["up"].put((bucket.size.nbytes, bucket.arrived))
-            yield bucket.arrived
+            yield from self.wait(bucket.arrived)
 
     def coming_down(self, deliver: bool) -> Process:
         coming: list[Signal] = []
         for k, bucket in enumerate(self.buckets):
             while len(coming) < min(len(self.buckets), k + self.slots):
                 coming.append(self.bring_down(self.buckets[len(coming)]))
-            yield coming[k]
+            yield from self.wait(coming[k])
             if deliver:
                 yield from self.room()
             yield from self.kernel(self.costs.host.step, bucket)
@@ -380,10 +384,17 @@ class _Run:
             self.send_up(bucket)
 
     def kernel(self, per_param: float, bucket: _Bucket) -> Iterable[Work]:
-        yield Work(PYTHON, self.costs.bucket_s)
+        yield Work(PYTHON, self.costs.bucket_s + (self.costs.idle_s if self.rested else 0.0))
+        self.rested = False
         yield Work(HOST, per_param * bucket.size.params)
 
-    def room(self) -> Iterable[Signal]:
+    def wait(self, signal: Signal) -> Process:
+        """The step's thread rests until `signal` has fired, unless it has."""
+        since = self.world.now
+        yield signal
+        self.rested |= self.world.now > since
+
+    def room(self) -> Process:
         """A slot of the ring, for weights to go up from: that of the copy `slots` copies ago."""
         if len(self.up_busy) >= self.slots:
-            yield self.up_busy.popleft()
+            yield from self.wait(self.up_busy.popleft())
