@@ -64,12 +64,14 @@ class Engine:
 
     Attributes:
         step_s: the training thread's, a step: without the kernels and the copies it may wait for.
-        bucket_s: the step's thread's, a bucket that is there when its turn comes.
+        bucket_s, fetch_s: the step's thread's, a bucket that is there when its turn comes: to send its weights up, and
+            to have its gradients come down.
         idle_s: what a bucket takes more where the thread waited for it.
     """
 
     step_s: float
     bucket_s: float
+    fetch_s: float
     idle_s: float
 
 

@@ -2,7 +2,7 @@
 
 The model trains for a few steps with the real optimizer, *in order* and on a link that is not emulated: from these come
 forward and backward of each unit, host step, copies, the norm, and what the engine's own code takes where its thread
-waits for every bucket. What that takes where buckets queue up comes from *overlapped* steps (`measuring_queue`). What
+waits for every bucket. What that takes where buckets queue up comes from *delayed* steps (`measuring_queue`). What
 neither runs is timed by itself (`measuring_host`). Then the device computes while a thread repeats host steps, and
 while one repeats copies: that is who slows down whom.
 """
@@ -30,7 +30,7 @@ from hf_offload.engine.units import UnitMap, find_units
 from hf_offload.environment import usable_cores
 from hf_offload.errors import ConfigError, explain
 from hf_offload.measuring_host import Bench, Measured, kept_busy, seconds_a_turn
-from hf_offload.measuring_queue import Spans, queued
+from hf_offload.measuring_queue import Queued, Spans, queued
 from hf_offload.optimizer import OffloadAdam
 from hf_offload.simulation import COPY, DEVICE, HOST, HostCost, LinkCost
 from hf_offload.stopwatch import Passed, Stopwatch, Subject
@@ -103,7 +103,6 @@ def measure(
     figures = {**trained.figures(), **{f"kernel {name}": found for name, found in kernels.items()}}
     _refuse_busy(figures, busy.others(), WIDEST if widest is None else widest)
     alone = {name: found.value for name, found in kernels.items()}
-    host = _host_cost(alone, figures["host step"].value, figures["norm"].value)
     return Calibration(
         machine=fingerprint(),
         model=model,
@@ -112,9 +111,9 @@ def measure(
         rows=rows,
         threads=trained.threads,
         state_dtype=config.state_dtype,
-        host=host,
+        host=_host_cost(alone, figures["host step"].value, figures["norm"].value),
         link=_link(trained.transport, trained.steps, trained.nbytes, trained.latencies, trained.emulation_s),
-        engine=_engine(trained, host.step),
+        engine=_engine(trained),
         rates=rates,
         spread={name: found.spread for name, found in figures.items()},
     )
@@ -126,7 +125,7 @@ class _Trained:
 
     Attributes:
         passes: micro-batches by their number of rows; steps: one after each.
-        queued: seconds between the kernels of buckets that queued up.
+        queued: what the engine takes between the kernels of buckets that queued up.
         latencies: of small copies down and up; emulation_s: what an emulated link adds to each.
         threads: of the host step; transport: its name.
         params, buckets, nbytes: parameters stepped, their buckets, and their bytes on the wire.
@@ -134,7 +133,7 @@ class _Trained:
 
     passes: dict[int, list[Passed]]
     steps: list[Stepped]
-    queued: list[float]
+    queued: Queued
     latencies: tuple[list[float], list[float]]
     emulation_s: float
     threads: int
@@ -156,7 +155,7 @@ def _train(
     subject: Subject, units: UnitMap, config: OffloadConfig, rows: tuple[int, int], say: Callable[[str], None]
 ) -> _Trained:
     say("Buckets that queue up ...")
-    with _stepping(subject, units, dataclasses.replace(config, schedule="overlapped")) as lab:
+    with _stepping(subject, units, dataclasses.replace(config, schedule="delayed", delay_warmup_steps=1)) as lab:
         queue = lab.queue(rows[0])
     with _stepping(subject, units, config) as lab:
         passes, steps = {}, []
@@ -173,10 +172,8 @@ def _train(
 
 
 def _host_cost(kernels: dict[str, float], step: float, norm: float) -> HostCost:
-    """The kernels alone. `step`, the engine's *in order*, counts where that is the faster one: what it takes longer is
-    of a core that has rested, see `_engine`. A guess does the same over twice the state, and is scaled as the step is.
-    """
-    step = min(step, kernels["step"])
+    """The kernels alone, but for the step, which is the engine's; a guess does the same over twice the state, and
+    is scaled as the step is."""
     return HostCost(**{**kernels, "guess": kernels["guess"] * step / kernels["step"], "step": step, "norm": norm})
 
 
@@ -258,14 +255,14 @@ class _Lab:
         for p in self._others:
             p.grad = None
 
-    def queue(self, rows: int) -> list[float]:
+    def queue(self, rows: int) -> Queued:
         """Of steps that follow each other with nothing in between, on the same gradients, see `measuring_queue`."""
         engine, spans = self._optimizer.engine, Spans()
         self._watch.run(rows)
-        for number in range(QUEUED_STEPS + 1):
+        for number in range(QUEUED_STEPS + 2):
             self._optimizer.step()
             self._optimizer.synchronize()
-            if number == 0:  # this one allocates
+            if number == 1:  # the first allocates and is exact, the second delivers what is there already
                 self._subject.settle()
                 engine.record_to(spans)
         self._optimizer.zero_grad()
@@ -428,19 +425,18 @@ def _link(
     return Link(transport=name, emulates=emulates, down=found[0], up=found[1], emulation_s=emulation_s)
 
 
-def _engine(trained: _Trained, step: float) -> Engine:
-    """The hand-overs of a bucket *in order*, less the latencies of its copies, are `bucket_s` and `idle_s`; so is what
-    the kernel took longer than `step`, seconds a parameter. Where no buckets queued up, since copies are slower than
-    the host step, `idle_s` is that alone."""
-    handed = rested = 0.0
+def _engine(trained: _Trained) -> Engine:
+    """The hand-overs of a bucket *in order*, less the latencies of its copies: what they take where buckets queue up,
+    and `idle_s` more. Where none queued up, since copies are slower than the host's kernels, no part is of idleness."""
+    left = 0.0
     if trained.buckets:
         latency = sum(statistics.median(times) for times in trained.latencies)
-        handed = max(0.0, statistics.median(s.rest for s in trained.steps) / trained.buckets - latency)
-        slower = statistics.median(s.host_step for s in trained.steps) - step * trained.params
-        rested = max(0.0, slower) / trained.buckets
-    bucket_s = min(handed, statistics.median(trained.queued)) if trained.queued else handed
+        left = max(0.0, statistics.median(s.rest for s in trained.steps) / trained.buckets - latency)
+    up, down = (min(left, statistics.median(of)) if of else left for of in (trained.queued.up, trained.queued.down))
+    fetch_s = min(down, left - up)
     return Engine(
         step_s=statistics.median(s.main for s in trained.steps),
-        bucket_s=bucket_s,
-        idle_s=handed - bucket_s + rested,
+        bucket_s=up,
+        fetch_s=fetch_s,
+        idle_s=left - up - fetch_s,
     )

@@ -7,6 +7,7 @@ wakes it up, and its code and data have left the core's caches. Where buckets qu
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import NamedTuple
 
 from hf_offload.timeline import NoTimeline
 
@@ -25,18 +26,36 @@ class Spans(NoTimeline):
         self.of[step][phase].append((start, end))
 
 
-def queued(spans: Spans, slots: int) -> list[float]:
-    """Seconds from the end of a bucket's kernel to the begin of the next one's, in *overlapped* steps, where at that
-    end the next gradients were there already, and the slot for the next weights was free.
+class Queued(NamedTuple):
+    """Seconds from the end of a bucket's kernel to the begin of the next one's, where nothing had to be waited for.
+
+    Attributes:
+        up: between buckets whose weights are sent up; down: between buckets whose gradients come down.
+    """
+
+    up: list[float]
+    down: list[float]
+
+
+def queued(spans: Spans, slots: int) -> Queued:
+    """What *delayed* steps show: each sends the weights of the step before up, bucket by bucket, then steps its own.
+
+    A gap between two kernels counts if, when the first one ended, the slot for the next weights was free already, or
+    the next gradients were there.
 
     Args:
         slots: of the ring, each way.
     """
-    found = []
+    found = Queued([], [])
     for phases in spans.of.values():
         down, kernels, up = (phases[name] for name in ("d2h", "host_step", "h2d"))
-        for k in range(1, len(kernels)):
-            ended, begun = kernels[k - 1][1], kernels[k][0]
-            if down[k][1] <= ended and (k < slots or up[k - slots][1] <= ended):
-                found.append(begun - ended)
+        delivering, stepping = kernels[: len(up)], kernels[len(up) :]
+        for k in range(1, len(delivering)):
+            ended = delivering[k - 1][1]
+            if k < slots or up[k - slots][1] <= ended:
+                found.up.append(delivering[k][0] - ended)
+        for k in range(1, len(stepping)):
+            ended = stepping[k - 1][1]
+            if down[k][1] <= ended:
+                found.down.append(stepping[k][0] - ended)
     return found

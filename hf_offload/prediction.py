@@ -130,8 +130,8 @@ def costs_of(found: Calibration, config: OffloadConfig) -> Costs:
         rates[one, other] = max(rate, 0.01)
     engine = found.engine
     return Costs(
-        host=found.host, down=down, up=up, step_s=engine.step_s, bucket_s=engine.bucket_s, idle_s=engine.idle_s,
-        rates=rates,
+        host=found.host, down=down, up=up, step_s=engine.step_s, bucket_s=engine.bucket_s, fetch_s=engine.fetch_s,
+        idle_s=engine.idle_s, rates=rates,
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ class HostCost:
     """Seconds a parameter that each of the host's kernels takes, alone.
 
     Attributes:
-        step: the Adam step, from a gradient on the wire, bucket after bucket.
+        step: the Adam step, from a gradient on the wire.
         guess: the same into a shadow, during backward.
         put, add: a gradient into the store, in place of what is there, or to it.
         squares: the sum of squares of a stored gradient.
@@ -97,7 +97,9 @@ class Costs:
     Attributes:
         step_s: seconds of the training thread in `clip_grad_norm_`, `step()` and `zero_grad()`, hand-overs included,
             with the device idle.
-        bucket_s: seconds of the step's thread beside the kernel, for each bucket that is there when its turn comes.
+        bucket_s: seconds of the step's thread beside the kernel, for each bucket whose weights go up or whose gradients
+            are put away, and that is there when its turn comes.
+        fetch_s: the same for a bucket whose gradients the step asks for; both, where its weights go up at once.
         idle_s: seconds more where the thread had to wait for it: to wake up, and to work on a core that has rested.
         rates: who slows whom down.
     """
@@ -107,6 +109,7 @@ class Costs:
     up: LinkCost
     step_s: float = 0.0
     bucket_s: float = 0.0
+    fetch_s: float = 0.0
     idle_s: float = 0.0
     rates: Rates = field(default_factory=dict)
 
@@ -350,7 +353,7 @@ class _Run:
     def one_by_one(self) -> Process:
         for bucket in self.buckets:
             yield from self.wait(self.bring_down(bucket))
-            yield from self.kernel(self.costs.host.step, bucket)
+            yield from self.kernel(self.costs.host.step, bucket, self.costs.fetch_s + self.costs.bucket_s)
             self.lanes["up"].put((bucket.size.nbytes, bucket.arrived))
             yield from self.wait(bucket.arrived)
 
@@ -362,7 +365,8 @@ class _Run:
             yield from self.wait(coming[k])
             if deliver:
                 yield from self.room()
-            yield from self.kernel(self.costs.host.step, bucket)
+            beside = self.costs.fetch_s + (self.costs.bucket_s if deliver else 0.0)
+            yield from self.kernel(self.costs.host.step, bucket, beside)
             if deliver:
                 self.send_up(bucket)
 
@@ -383,8 +387,10 @@ class _Run:
             yield from self.kernel(host.take if guessed else host.step, bucket)
             self.send_up(bucket)
 
-    def kernel(self, per_param: float, bucket: _Bucket) -> Iterable[Work]:
-        yield Work(PYTHON, self.costs.bucket_s + (self.costs.idle_s if self.rested else 0.0))
+    def kernel(self, per_param: float, bucket: _Bucket, beside: float | None = None) -> Iterable[Work]:
+        """A bucket's kernel, and what the thread has to do beside it; None: `bucket_s`."""
+        beside = self.costs.bucket_s if beside is None else beside
+        yield Work(PYTHON, beside + (self.costs.idle_s if self.rested else 0.0))
         self.rested = False
         yield Work(HOST, per_param * bucket.size.params)
 

@@ -41,7 +41,7 @@ def made(**changes: Any) -> Calibration:
             up=LinkCost(per_byte=0, core_per_byte=2e-10),
             emulation_s=5e-5,
         ),
-        "engine": Engine(step_s=1e-3, bucket_s=1e-4, idle_s=2e-4),
+        "engine": Engine(step_s=1e-3, bucket_s=1e-4, fetch_s=3e-4, idle_s=2e-4),
         "rates": {"device beside host": 0.5},
         "spread": {"norm": 0.01},
         "made": 1e9,

@@ -164,6 +164,30 @@ def test_a_thread_that_has_rested_takes_longer(
     assert exposed(schedule, units(2), cost, slots=slots) == pytest.approx(seconds + 1)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "seconds"),
+    [
+        # each: down 1, 0.5 + 0.25, stepped 3, up 2
+        ("in_order", 2 * 6.75),
+        # stepped 1.75 to 4.75 and 5.5 to 8.5; up 10.5
+        ("overlapped", 10.5),
+        # down 31 and 32; put away 31.25 and 32.25; stepped 32.5 to 35.5, 35.75 to 38.75; up 40.75
+        ("streamed", 10.75),
+        # sent up without a kernel: 0.25 and 0.5, up 2.25 and 4.25
+        ("delayed", 4.25),
+    ],
+)
+def test_gradients_that_the_step_asks_for_take_time_of_their_own(schedule: str, seconds: float) -> None:
+    cost = costs(*QUICK, bucket_s=0.25, fetch_s=0.5)
+    assert exposed(schedule, units(2), cost) == pytest.approx(seconds)
+
+
+def test_weights_that_nobody_needs_yet_are_not_sent() -> None:
+    """What the thread does beside the kernels of a delayed step is all that counts: 2 to send up, 2 to step."""
+    cost = costs(0, 50, 0, bucket_s=0.25, fetch_s=0.5)
+    assert exposed("delayed", units(1, 1), cost) == pytest.approx(40 + 2 * 0.25 + 2 * 0.5)
+
+
 def test_the_norm_comes_before_the_step_unless_gradients_are_streamed() -> None:
     cost = costs(*QUICK, norm=7)
     assert exposed("overlapped", units(1, 1), cost) == pytest.approx(6 + 2 * 7)
