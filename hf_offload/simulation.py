@@ -100,7 +100,7 @@ class Costs:
         bucket_s: seconds of the step's thread beside the kernel, for each bucket whose weights go up or whose gradients
             are put away, and that is there when its turn comes.
         fetch_s: the same for a bucket whose gradients the step asks for; both, where its weights go up at once.
-        idle_s: seconds more where the thread had to wait for it: to wake up, and to work on a core that has rested.
+        idle_s: seconds more where the thread had to wait for it: to wake up, on a core that has rested.
         rates: who slows whom down.
     """
 
