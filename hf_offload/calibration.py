@@ -18,7 +18,7 @@ from hf_offload.cpus import find_cpus
 from hf_offload.errors import ConfigError, explain, shown
 from hf_offload.simulation import HostCost, LinkCost
 
-FORMAT = 1
+FORMAT = 2
 AGAIN = "Measure this machine: hf-offload plan --calibrate"
 FIT_VERSIONS = ("hf_offload", "torch", "numba", "numpy", "cupy-cuda12x", "cupy-cuda13x")
 """Distributions whose versions a calibration depends on: another one's kernels may be faster or slower."""
@@ -64,11 +64,15 @@ class Engine:
 
     Attributes:
         step_s: the training thread's, a step: without the kernels and the copies it may wait for.
-        bucket_s: the step's thread's, a bucket.
+        bucket_s, fetch_s: the step's thread's, a bucket that is there when its turn comes: to send its weights up, and
+            to have its gradients come down.
+        idle_s: what a bucket takes more where the thread waited for it.
     """
 
     step_s: float
     bucket_s: float
+    fetch_s: float
+    idle_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
 """Measuring a machine with a model: what a `Calibration` holds, in under a minute.
 
 The model trains for a few steps with the real optimizer, *in order* and on a link that is not emulated: from these come
-forward and backward of each unit, host step, copies, the norm, and what the engine's own code takes. What they do not
-run is timed by itself (`measuring_host`). Then the device computes while a thread repeats host steps, and while one
-repeats copies: that is who slows down whom.
+forward and backward of each unit, host step, copies, the norm, and what the engine's own code takes where its thread
+waits for every bucket. What that takes where buckets queue up comes from *delayed* steps (`measuring_queue`). What
+neither runs is timed by itself (`measuring_host`). Then the device computes while a thread repeats host steps, and
+while one repeats copies: that is who slows down whom.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hf_offload.engine.units import UnitMap, find_units
 from hf_offload.environment import usable_cores
 from hf_offload.errors import ConfigError, explain
 from hf_offload.measuring_host import Bench, Measured, kept_busy, seconds_a_turn
+from hf_offload.measuring_queue import Queued, Spans, queued
 from hf_offload.optimizer import OffloadAdam
 from hf_offload.simulation import COPY, DEVICE, HOST, HostCost, LinkCost
 from hf_offload.stopwatch import Passed, Stopwatch, Subject
@@ -37,6 +39,7 @@ from hf_offload.transport import HostTransport, Segment, Transport
 SAMPLE = 24_000_000
 """Parameters of the sample of the model that host figures are taken from: 0.6 GB of host memory."""
 WARM, REPEATS = 2, 7
+QUEUED_STEPS = 12
 SECONDS = 12.0
 """What the steps of one batch size may take; from three repeats on it ends there."""
 LATENCIES, LATENCY_BYTES = 40, 1024
@@ -110,7 +113,7 @@ def measure(
         state_dtype=config.state_dtype,
         host=_host_cost(alone, figures["host step"].value, figures["norm"].value),
         link=_link(trained.transport, trained.steps, trained.nbytes, trained.latencies, trained.emulation_s),
-        engine=_engine(trained.steps, trained.buckets, trained.latencies),
+        engine=_engine(trained),
         rates=rates,
         spread={name: found.spread for name, found in figures.items()},
     )
@@ -122,6 +125,7 @@ class _Trained:
 
     Attributes:
         passes: micro-batches by their number of rows; steps: one after each.
+        queued: what the engine takes between the kernels of buckets that queued up.
         latencies: of small copies down and up; emulation_s: what an emulated link adds to each.
         threads: of the host step; transport: its name.
         params, buckets, nbytes: parameters stepped, their buckets, and their bytes on the wire.
@@ -129,6 +133,7 @@ class _Trained:
 
     passes: dict[int, list[Passed]]
     steps: list[Stepped]
+    queued: Queued
     latencies: tuple[list[float], list[float]]
     emulation_s: float
     threads: int
@@ -149,6 +154,9 @@ class _Trained:
 def _train(
     subject: Subject, units: UnitMap, config: OffloadConfig, rows: tuple[int, int], say: Callable[[str], None]
 ) -> _Trained:
+    say("Buckets that queue up ...")
+    with _stepping(subject, units, dataclasses.replace(config, schedule="delayed", delay_warmup_steps=1)) as lab:
+        queue = lab.queue(rows[0])
     with _stepping(subject, units, config) as lab:
         passes, steps = {}, []
         for count in rows:
@@ -158,7 +166,7 @@ def _train(
         say("The link's latency ...")
         latencies = lab.latencies()
         return _Trained(
-            passes, steps, latencies, _emulation_s(latencies) if lab.transport_name == "host" else 0.0,
+            passes, steps, queue, latencies, _emulation_s(latencies) if lab.transport_name == "host" else 0.0,
             lab.threads, lab.transport_name, lab.params, lab.buckets, lab.nbytes,
         )  # fmt: skip
 
@@ -237,12 +245,29 @@ class _Lab:
         optimizer.step()
         optimizer.zero_grad()
         wall, main = time.perf_counter() - begin, time.thread_time() - main
-        for p in self._others:
-            p.grad = None
+        self._drop_others()
         stats = optimizer.stats()
         self.params, self.nbytes = stats.params, stats.d2h_bytes
         self.buckets = sum(len(a.plan.buckets) for a in optimizer.engine.arenas)
         return Stepped(wall, main, norm, *(stats.seconds[name] for name in ("d2h", "host_step", "h2d")))
+
+    def _drop_others(self) -> None:
+        for p in self._others:
+            p.grad = None
+
+    def queue(self, rows: int) -> Queued:
+        """Of steps that follow each other with nothing in between, on the same gradients, see `measuring_queue`."""
+        engine, spans = self._optimizer.engine, Spans()
+        self._watch.run(rows)
+        for number in range(QUEUED_STEPS + 2):
+            self._optimizer.step()
+            self._optimizer.synchronize()
+            if number == 1:  # the first allocates and is exact, the second delivers what is there already
+                self._subject.settle()
+                engine.record_to(spans)
+        self._optimizer.zero_grad()
+        self._drop_others()
+        return queued(spans, len(engine.placement.transport.up))
 
     def latencies(self) -> tuple[list[float], list[float]]:
         """Of small copies over the engine's transport, down and up."""
@@ -285,13 +310,10 @@ def _stepping(subject: Subject, units: UnitMap, config: OffloadConfig) -> Iterat
         if chosen and sum(p.numel() for p in (*chosen, *more)) > SAMPLE:
             break
         chosen += more
-    whole = len(chosen) == sum(p.requires_grad for p in subject.model.parameters())
     watch = Stopwatch(subject, units)
     try:
         # lr=0: the weights stay as they are
-        with OffloadAdam(
-            chosen, lr=0.0, weight_decay=0.0, config=config, model=subject.model if whole else None
-        ) as made:
+        with OffloadAdam(chosen, lr=0.0, weight_decay=0.0, config=config, model=subject.model) as made:
             subject.join(made)
             yield _Lab(subject, watch, made, set(map(id, chosen)))
     finally:
@@ -403,11 +425,18 @@ def _link(
     return Link(transport=name, emulates=emulates, down=found[0], up=found[1], emulation_s=emulation_s)
 
 
-def _engine(steps: Sequence[Stepped], buckets: int, latencies: tuple[list[float], list[float]]) -> Engine:
-    """`bucket_s`: the hand-overs of a step *in order* less the latencies of its copies."""
-    copies = buckets * sum(statistics.median(times) for times in latencies)
-    rest = statistics.median(s.rest for s in steps)
+def _engine(trained: _Trained) -> Engine:
+    """The hand-overs of a bucket *in order*, less the latencies of its copies: what they take where buckets queue up,
+    and `idle_s` more. Where none queued up, since copies are slower than the host's kernels, no part is of idleness."""
+    left = 0.0
+    if trained.buckets:
+        latency = sum(statistics.median(times) for times in trained.latencies)
+        left = max(0.0, statistics.median(s.rest for s in trained.steps) / trained.buckets - latency)
+    up, down = (min(left, statistics.median(of)) if of else left for of in (trained.queued.up, trained.queued.down))
+    fetch_s = min(down, left - up)
     return Engine(
-        step_s=statistics.median(s.main for s in steps),
-        bucket_s=max(0.0, rest - copies) / buckets if buckets else 0.0,
+        step_s=statistics.median(s.main for s in trained.steps),
+        bucket_s=up,
+        fetch_s=fetch_s,
+        idle_s=left - up - fetch_s,
     )

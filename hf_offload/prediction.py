@@ -128,9 +128,11 @@ def costs_of(found: Calibration, config: OffloadConfig) -> Costs:
     for name, rate in found.rates.items():
         one, _, other = name.partition(" beside ")
         rates[one, other] = max(rate, 0.01)
+    engine = found.engine
     return Costs(
-        host=found.host, down=down, up=up, step_s=found.engine.step_s, bucket_s=found.engine.bucket_s, rates=rates
-    )
+        host=found.host, down=down, up=up, step_s=engine.step_s, bucket_s=engine.bucket_s, fetch_s=engine.fetch_s,
+        idle_s=engine.idle_s, rates=rates,
+    )  # fmt: skip
 
 
 def _emulated(cost: LinkCost, config: OffloadConfig, emulation_s: float) -> LinkCost:

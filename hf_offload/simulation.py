@@ -97,7 +97,10 @@ class Costs:
     Attributes:
         step_s: seconds of the training thread in `clip_grad_norm_`, `step()` and `zero_grad()`, hand-overs included,
             with the device idle.
-        bucket_s: seconds of the step's thread beside the kernel, for each bucket.
+        bucket_s: seconds of the step's thread beside the kernel, for each bucket whose weights go up or whose gradients
+            are put away, and that is there when its turn comes.
+        fetch_s: the same for a bucket whose gradients the step asks for; both, where its weights go up at once.
+        idle_s: seconds more where the thread had to wait for it: to wake up, on a core that has rested.
         rates: who slows whom down.
     """
 
@@ -106,6 +109,8 @@ class Costs:
     up: LinkCost
     step_s: float = 0.0
     bucket_s: float = 0.0
+    fetch_s: float = 0.0
+    idle_s: float = 0.0
     rates: Rates = field(default_factory=dict)
 
 
@@ -227,6 +232,7 @@ class _Run:
         self.waiting: deque[_Bucket] = deque()  # to be stepped ahead
         self.step_ended = Signal(fired=True)
         self.steps_taken = 0
+        self.rested = False  # the step's thread, since its last bucket
         for process in (self.train(), self.serve(), *(self.carry(name) for name in self.lanes)):
             self.world.start(process)
 
@@ -297,20 +303,21 @@ class _Run:
             if self.jobs.empty and self.waiting:
                 yield from self.step_ahead()
                 continue
+            since = self.world.now
             what, bucket, signal = yield from self.jobs.get()
+            self.rested |= self.world.now > since
             if what == "step":
                 yield from self.take_step()
                 self.world.fire(signal)
             elif bucket is None:
                 self.world.fire(signal)
             else:
-                yield signal
+                yield from self.wait(signal)
                 yield from self.put_away(bucket, last=what == "drop last")
 
     def put_away(self, bucket: _Bucket, last: bool) -> Process:
         host, params = self.costs.host, bucket.size.params
-        yield Work(PYTHON, self.costs.bucket_s)
-        yield Work(HOST, (host.add if bucket.passes else host.put) * params)
+        yield from self.kernel(host.add if bucket.passes else host.put, bucket)
         bucket.passes = 0 if last else bucket.passes + 1
         self.free_slots.append(0)
         self.world.fire(self.slot_freed)
@@ -345,20 +352,21 @@ class _Run:
 
     def one_by_one(self) -> Process:
         for bucket in self.buckets:
-            yield self.bring_down(bucket)
-            yield from self.kernel(self.costs.host.step, bucket)
+            yield from self.wait(self.bring_down(bucket))
+            yield from self.kernel(self.costs.host.step, bucket, self.costs.fetch_s + self.costs.bucket_s)
             self.lanes["up"].put((bucket.size.nbytes, bucket.arrived))
-            yield bucket.arrived
+            yield from self.wait(bucket.arrived)
 
     def coming_down(self, deliver: bool) -> Process:
         coming: list[Signal] = []
         for k, bucket in enumerate(self.buckets):
             while len(coming) < min(len(self.buckets), k + self.slots):
                 coming.append(self.bring_down(self.buckets[len(coming)]))
-            yield coming[k]
+            yield from self.wait(coming[k])
             if deliver:
                 yield from self.room()
-            yield from self.kernel(self.costs.host.step, bucket)
+            beside = self.costs.fetch_s + (self.costs.bucket_s if deliver else 0.0)
+            yield from self.kernel(self.costs.host.step, bucket, beside)
             if deliver:
                 self.send_up(bucket)
 
@@ -379,11 +387,20 @@ class _Run:
             yield from self.kernel(host.take if guessed else host.step, bucket)
             self.send_up(bucket)
 
-    def kernel(self, per_param: float, bucket: _Bucket) -> Iterable[Work]:
-        yield Work(PYTHON, self.costs.bucket_s)
+    def kernel(self, per_param: float, bucket: _Bucket, beside: float | None = None) -> Iterable[Work]:
+        """A bucket's kernel, and what the thread has to do beside it; None: `bucket_s`."""
+        beside = self.costs.bucket_s if beside is None else beside
+        yield Work(PYTHON, beside + (self.costs.idle_s if self.rested else 0.0))
+        self.rested = False
         yield Work(HOST, per_param * bucket.size.params)
 
-    def room(self) -> Iterable[Signal]:
+    def wait(self, signal: Signal) -> Process:
+        """The step's thread rests until `signal` has fired, unless it has."""
+        since = self.world.now
+        yield signal
+        self.rested |= self.world.now > since
+
+    def room(self) -> Process:
         """A slot of the ring, for weights to go up from: that of the copy `slots` copies ago."""
         if len(self.up_busy) >= self.slots:
-            yield self.up_busy.popleft()
+            yield from self.wait(self.up_busy.popleft())

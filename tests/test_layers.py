@@ -35,8 +35,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "cli": (
         ("cli", "launch", "recipe", "recipes", "strict_yaml", "models", "model_shapes", "data", "training", "planning",
          "report", "environment", "bench", "timeline_plot", "command", "checkpoint_cli", "checkpoint_model",
-         "checkpoint_report", "bench_cli", "calibration", "measuring", "measuring_host", "prediction", "predict_cli",
-         "prediction_plot", "calibrating", "subjects", "stopwatch"),
+         "checkpoint_report", "bench_cli", "calibration", "measuring", "measuring_host", "measuring_queue",
+         "prediction", "predict_cli", "prediction_plot", "calibrating", "subjects", "stopwatch"),
         frozenset({"numpy", "torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "yaml",
                    "rich", "typer", "click"}),
     ),

@@ -41,7 +41,7 @@ def made(**changes: Any) -> Calibration:
             up=LinkCost(per_byte=0, core_per_byte=2e-10),
             emulation_s=5e-5,
         ),
-        "engine": Engine(step_s=1e-3, bucket_s=1e-4),
+        "engine": Engine(step_s=1e-3, bucket_s=1e-4, fetch_s=3e-4, idle_s=2e-4),
         "rates": {"device beside host": 0.5},
         "spread": {"norm": 0.01},
         "made": 1e9,
@@ -108,7 +108,8 @@ def without(name: str) -> Callable[[dict[str, Any]], None]:
     "damage",
     [
         *(without(name) for name in ("format", "units", "host", "link", "engine", "rates", "rows", "made")),
-        changed("format", 2), changed("units", []), changed("units", {}), changed("units.0", 3),
+        lambda data: data["engine"].pop("idle_s"),
+        changed("format", 1), changed("units", []), changed("units", {}), changed("units.0", 3),
         changed("units.0.params", -1), changed("units.0.forward", [1]), changed("units.0.backward", ["a", 1]),
         changed("host.step", -1), changed("host.step", "1e-9"), changed("host.step", float("nan")),
         changed("host.speed", 1.0), changed("link.down", 3), changed("engine.step_s", True), changed("rates", [1]),
@@ -123,7 +124,7 @@ def test_a_damaged_file_is_refused(file: Path, damage: Callable[[dict[str, Any]]
         calibration.load(file, MACHINE, MODEL)
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"7", b"null", b"[" * 100_000, b'{"format": 1}', b"\xff\xfe\x00"])
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"7", b"null", b"[" * 100_000, b'{"format": 2}', b"\xff\xfe\x00"])
 def test_what_is_no_calibration_at_all_is_refused(file: Path, text: bytes) -> None:
     file.write_bytes(text)
     with pytest.raises(ConfigError, match=r"damaged|cannot be read"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 from hf_offload import measuring
 from hf_offload.bench import busy
 from hf_offload.bench.cores import STEP_THREAD, engine_threads
+from hf_offload.calibration import Engine
 from hf_offload.config import OffloadConfig
 from hf_offload.engine.formats import FORMATS
 from hf_offload.engine.units import find_units
 from hf_offload.errors import ConfigError
 from hf_offload.measuring import Stepped
 from hf_offload.measuring_host import Bench, Measured, kept_busy, seconds_a_turn
+from hf_offload.measuring_queue import Queued, Spans, queued
 from hf_offload.optimizer import OffloadAdam
 from hf_offload.simulation import HostCost
 from hf_offload.stopwatch import Passed, Stopwatch
@@ -85,6 +88,7 @@ class Fake:
         self.model = model
         self.settled = 0
         self.optimizer: OffloadAdam | None = None
+        self.schedules: list[str] = []
 
     def forward(self, rows: int) -> Tensor:
         assert all(p.grad is None for p in self.model.parameters()), "a gradient would be added to, which takes time"
@@ -104,6 +108,7 @@ class Fake:
 
     def join(self, optimizer: OffloadAdam) -> None:
         self.optimizer = optimizer
+        self.schedules.append(optimizer.config.schedule)
 
 
 def test_forward_and_backward_are_told_apart_by_unit() -> None:
@@ -239,10 +244,67 @@ def steps(rest: float) -> list[Stepped]:
     return [Stepped(wall=1 + 2 + 3 + 4 + rest, main=1, norm=9, d2h=2, host_step=3, h2d=4)] * 3
 
 
-def test_what_is_left_of_a_step_in_order_is_the_engines() -> None:
-    found = measuring._engine(steps(10), buckets=4, latencies=([0.25], [0.75]))
-    assert (found.step_s, found.bucket_s) == (1, (10 - 4 * 1.0) / 4)
-    assert measuring._engine(steps(2), 4, ([0.25], [0.75])).bucket_s == 0, "not below nothing"
+@pytest.mark.parametrize(
+    ("rest", "queue", "parts"),
+    [
+        # of 10 / 4 less 1 of latency, in order; where buckets queue up, 0.5 and 0.25
+        (10, Queued(up=[0.25, 0.5, 9.0], down=[0.25]), (0.5, 0.25, 0.75)),
+        # none did
+        (10, Queued([], []), (1.5, 0, 0)),
+        (10, Queued([0.5], []), (0.5, 1.0, 0)),
+        (10, Queued([], [0.5]), (1.5, 0, 0)),
+        # more where they queue up: noise
+        (10, Queued([9.0], [9.0]), (1.5, 0, 0)),
+        (10, Queued([1.0], [9.0]), (1.0, 0.5, 0)),
+        # not below nothing
+        (2, Queued([0.5], [0.25]), (0, 0, 0)),
+    ],
+)
+def test_what_is_left_of_a_step_in_order_is_the_engines(
+    rest: float, queue: Queued, parts: tuple[float, float, float]
+) -> None:
+    trained = measuring._Trained(
+        {}, steps(rest), queue, ([0.25], [0.75]), 0.0, threads=1, transport="host", params=10, buckets=4, nbytes=20
+    )
+    found = measuring._engine(trained)
+    assert (found.step_s, found.bucket_s, found.fetch_s, found.idle_s) == (1, *parts)
+    assert measuring._engine(replace(trained, buckets=0)) == Engine(step_s=1, bucket_s=0, fetch_s=0, idle_s=0)
+
+
+def test_buckets_queue_up_where_gradients_or_slot_were_there_before_the_last_one_ended() -> None:
+    spans = Spans()
+    kernels = [(0, 2), (3, 5), (9, 11), (12, 14), (16, 20), (21, 30), (33, 40), (44, 50)]
+    up = [(2, 8), (8, 10), (11, 12), (14, 15)]
+    down = [(0, 9), (9, 20), (20, 31), (31, 32)]
+    for phase, times in {"d2h": down, "host_step": kernels, "h2d": up}.items():
+        for number in (1, 2):  # in the second, each takes twice as long
+            for start, end in times:
+                spans.add(phase, "bucket", start * number, end * number, number)
+    # with two slots, the third waits for the first's weights; of the gradients, the third's come too late
+    assert queued(spans, slots=2) == Queued(up=[1, 1, 2, 2], down=[1, 4, 2, 8])
+    assert queued(spans, slots=9).up == [1, 4, 1, 2, 8, 2]
+
+
+def test_steps_without_anything_between_them_are_recorded(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """*Delayed*: as many weights go up as gradients come down, in steps that deliver the one before."""
+    seen: list[tuple[Spans, int]] = []
+
+    def spy(spans: Spans, slots: int) -> Queued:
+        seen.append((spans, slots))
+        return Queued([1e-9], [2e-9])
+
+    monkeypatch.setattr(measuring, "queued", spy)
+    config = OffloadConfig(threads=1, ring_slots=3)
+    subject = Fake(Model())
+    found = measuring.measure(subject, config, (1, 3), ABOUT)
+    assert subject.schedules == ["delayed", "in_order"]
+    ((spans, slots),) = seen
+    taken = [phases for phases in spans.of.values() if "host_step" in phases]
+    assert slots == 3 and len(taken) == measuring.QUEUED_STEPS
+    for phases in taken:
+        assert [len(phases[name]) for name in ("d2h", "host_step", "h2d")] == [4, 8, 4]
+        assert phases["host_step"] == sorted(phases["host_step"])
+    assert found.engine.bucket_s <= 1e-9 and found.engine.fetch_s <= 2e-9
 
 
 def test_the_link_of_a_gpu_takes_no_core_and_the_hosts_takes_one() -> None:

@@ -25,7 +25,8 @@ def made(**changes: Any) -> Calibration:
     free = LinkCost(per_byte=0.0)
     given: dict[str, Any] = {
         "machine": {}, "model": {"name": "m", "digest": "d"}, "units": UNITS, "seq_len": 8, "rows": (1, 2),
-        "threads": 2, "state_dtype": "float32", "host": HostCost(step=1e-6), "engine": Engine(step_s=0.0, bucket_s=0.0),
+        "threads": 2, "state_dtype": "float32", "host": HostCost(step=1e-6),
+        "engine": Engine(step_s=0, bucket_s=0, fetch_s=0, idle_s=0),
         "link": Link(transport="host", emulates=True, down=free, up=free),
     }  # fmt: skip
     return Calibration(**{**given, **changes})
@@ -48,6 +49,16 @@ def test_in_order_is_compute_and_host_step() -> None:
     assert told.compute == pytest.approx(3 * (1.5 + 3.0 + 0.5 + 1.0))
     assert told.exposed == pytest.approx(8.0)
     assert told.step == pytest.approx(told.compute + told.exposed)
+
+
+def test_what_the_engine_takes_reaches_the_simulation() -> None:
+    """*In order* each bucket is waited for."""
+    way = LinkCost(per_byte=0.0, latency=0.1)
+    quick = made(link=Link(transport="host", emulates=True, down=way, up=way))
+    slow = dataclasses.replace(quick, engine=Engine(step_s=1.0, bucket_s=0.25, fetch_s=0.125, idle_s=0.5))
+    took, free = (by_name(found, CONFIG, Work(tokens=4, clip=False))["in_order"].exposed for found in (slow, quick))
+    buckets = sum(len(unit.buckets) for unit in prediction.units_of(slow, CONFIG, Work(tokens=4)))
+    assert took - free == pytest.approx(1.0 + buckets * (0.25 + 0.125 + 0.5))
 
 
 def test_all_schedules_are_predicted_or_those_asked_for() -> None:

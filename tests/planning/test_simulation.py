@@ -137,6 +137,57 @@ def test_what_the_engine_itself_takes() -> None:
     assert exposed("overlapped", units(1, 1), with_overhead) == pytest.approx(6 + 0.5 + 0.25)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "stages", "seconds"),
+    [
+        # both wait for their gradients, or the second for the first's weights
+        ("in_order", (1, 3, 0), 2 * (1 + 0.75 + 3)),
+        ("in_order", (0, 3, 2), 2 * (0.75 + 3 + 2)),
+        # stepped 1.75 to 4.75; the second, there since 2, 5 to 8; up 10
+        ("overlapped", QUICK, 10),
+        # the second waits, too: down 50, stepped 50.75 to 53.75
+        ("overlapped", SLOW_DOWN, 55.75),
+        # and here for the only slot of the ring: stepped 0.75 to 3.75, up 15.75; stepped 16.5 to 19.5
+        ("overlapped", (0, 3, 12), 31.5),
+        # down 31, put away 31.75 to 36.75 and 37 to 42; `step()` comes at 43: 43.75 to 46.75, 47 to 50; up 52
+        ("streamed", QUICK, 22 - 1),
+        # down 40 and 50, put away 40.75 to 45.75 and 50.75 to 55.75; stepped 57.5 to 60.5, 60.75 to 63.75; up 65.75
+        ("streamed", (10, 3, 2), 35.75 - 1),
+    ],
+)
+def test_a_thread_that_has_rested_takes_longer(
+    schedule: str, stages: tuple[float, float, float], seconds: float
+) -> None:
+    """A bucket takes 0.25 of the engine where it is there when its turn comes, 0.5 more where it is waited for."""
+    cost = costs(*stages, bucket_s=0.25, idle_s=0.5, step_s=1, put=5)
+    slots = 1 if stages[2] == 12 else 4
+    assert exposed(schedule, units(2), cost, slots=slots) == pytest.approx(seconds + 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "seconds"),
+    [
+        # each: down 1, 0.5 + 0.25, stepped 3, up 2
+        ("in_order", 2 * 6.75),
+        # stepped 1.75 to 4.75 and 5.5 to 8.5; up 10.5
+        ("overlapped", 10.5),
+        # down 31 and 32; put away 31.25 and 32.25; stepped 32.5 to 35.5, 35.75 to 38.75; up 40.75
+        ("streamed", 10.75),
+        # sent up without a kernel: 0.25 and 0.5, up 2.25 and 4.25
+        ("delayed", 4.25),
+    ],
+)
+def test_gradients_that_the_step_asks_for_take_time_of_their_own(schedule: str, seconds: float) -> None:
+    cost = costs(*QUICK, bucket_s=0.25, fetch_s=0.5)
+    assert exposed(schedule, units(2), cost) == pytest.approx(seconds)
+
+
+def test_weights_that_nobody_needs_yet_are_not_sent() -> None:
+    """What the thread does beside the kernels of a delayed step is all that counts: 2 to send up, 2 to step."""
+    cost = costs(0, 50, 0, bucket_s=0.25, fetch_s=0.5)
+    assert exposed("delayed", units(1, 1), cost) == pytest.approx(40 + 2 * 0.25 + 2 * 0.5)
+
+
 def test_the_norm_comes_before_the_step_unless_gradients_are_streamed() -> None:
     cost = costs(*QUICK, norm=7)
     assert exposed("overlapped", units(1, 1), cost) == pytest.approx(6 + 2 * 7)
