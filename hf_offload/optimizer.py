@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_offload.config import OffloadConfig
 from hf_offload.engine import Engine
-from hf_offload.engine.gradients import Gradient, GradientSet
+from hf_offload.engine.gradients import GradientSet
 from hf_offload.engine.hyper import check_group
 from hf_offload.engine.scaling import Factor, PendingScale
 from hf_offload.engine.stats import Stats
@@ -25,6 +25,8 @@ from hf_offload.state import LiveEntry, load, plain_entry, shows
 from hf_offload.timeline import open_timeline
 
 logger = logging.getLogger(__name__)
+
+_EDITED = operator.attrgetter("edited")
 
 _alive: weakref.WeakSet[OffloadAdam] = weakref.WeakSet()
 
@@ -136,7 +138,7 @@ class OffloadAdam(torch.optim.Optimizer):
                 loss = closure()
         self.engine.check_model()
         found = self.engine.gather(self.param_groups)
-        self._check_state(found.items)
+        self._check_state(found.items.params)
         factor = self._pending.factor(found, self.config.skip_nonfinite)
         if factor.skip:
             self._skip(found, factor)
@@ -338,13 +340,13 @@ class OffloadAdam(torch.optim.Optimizer):
                     entry.show(views)
                 self._shown[p] = views
 
-    def _check_state(self, grads: Iterable[Gradient]) -> None:
+    def _check_state(self, params: Iterable[Tensor]) -> None:
         """Refuse a step of parameters whose entry of `self.state` was replaced or taken out by hand."""
         entries = self._entries
         same = len(self.state) == len(entries) and all(map(operator.is_, self.state.values(), entries))
-        if same and not any(entry.edited for entry in entries):
+        if same and not any(map(_EDITED, entries)):
             return
-        for p in (g.param for g in grads):
+        for p in params:
             shown = self._shown.get(p)
             if shown is not None and not shows(self.state.get(p), shown):
                 raise StateError(

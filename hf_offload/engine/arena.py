@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hf_offload.engine import memory
+from hf_offload.engine.alike import alike
 from hf_offload.engine.formats import FLOAT32, State, StateFormat, blocks_of, state_bytes
 from hf_offload.engine.moments import as_tensor, names_of
 from hf_offload.engine.plan import Bucket, BucketPlan, ParamSpec, plan_buckets, spans_of
 from hf_offload.engine.tensors import WIRE, layout_of, shaped_view
 from hf_offload.errors import StateError, explain
 from hf_offload.kernels import cpu
-from hf_offload.transport import Segment
+from hf_offload.transport import Segments
 
 _NO_NOISE = np.zeros((0, cpu.NUM_NOISE), np.uint32)
 
@@ -32,6 +34,21 @@ class Rounding:
 
     seed: int
     numbers: Sequence[int]
+
+
+class Spans(NamedTuple):
+    """A bucket's pieces, in columns: each one's parameter, and in bytes, int64[pieces], where it starts there, how long
+    it is, and where it lies in the bucket."""
+
+    params: list[int]
+    starts: np.ndarray
+    nbytes: np.ndarray
+    offsets: np.ndarray
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> Spans:
+        params, *columns = zip(*spans_of(bucket))
+        return cls(list(params), *(np.array(column, np.int64) for column in columns))
 
 
 class Arena:
@@ -71,20 +88,22 @@ class Arena:
         # One tensor whose elements all steps are: torch.save stores the memory under a view whole, once per tensor.
         self._steps = torch.from_numpy(self.steps)
         self._layouts = [layout_of(p) for p in self.params]
+        self._all_alike = alike(self.params)
         self._quick = [(p.dtype, p.shape, p.stride()) for p in self.params]
         self.param_bytes = np.array([p.nbytes for p in self.params], np.int64)
         self.bucket_params = [np.array([p.param for p in b.pieces]) for b in self.plan.buckets]
         self._numbers = np.array(self._rounding.numbers, np.int64)
         self._first_blocks = [np.array([p.start // kind.block for p in b.pieces]) for b in self.plan.buckets]
         self.bucket_bounds = [np.array([p.offset for p in b.pieces] + [b.numel], np.int64) for b in self.plan.buckets]
-        self.bucket_spans = [spans_of(b) for b in self.plan.buckets]
-        self.piece_counts = np.bincount(
-            np.array([p.param for b in self.plan.buckets for p in b.pieces], np.int64), minlength=len(self.params)
-        )
+        self.bucket_spans = [Spans.of(b) for b in self.plan.buckets]
+        self.bucket_indices = [list(dict.fromkeys(spans.params)) for spans in self.bucket_spans]
+        """By bucket: the parameters that it has a piece of."""
+        pieces = np.array([p.param for b in self.plan.buckets for p in b.pieces], np.int64)
+        self.piece_counts: list[int] = np.bincount(pieces, minlength=len(self.params)).tolist()
         self._home: list[State] = [self._part(slice(b.start, b.start + b.numel), self.blocks_of(b)) for b in
                                    self.plan.buckets]  # fmt: skip
         self._places = list(self._home)
-        self.weight_segments: dict[int, tuple[Sequence[int], list[Segment]]] = {}
+        self.weight_segments: dict[int, tuple[Sequence[int], Segments]] = {}
         """By bucket: the runs of weights that its results were last sent to, for the addresses of the whole arena."""
         self.indices = list(range(len(self.params)))
         self._aliases = [p.detach() for p in self.params]
@@ -169,22 +188,24 @@ class Arena:
         """The state has moved: its memory here may be freed at once, though the last step still names this arena."""
         self.state, self._home, self._places = (), [], []
 
-    def weights_of(self, indices: Sequence[int]) -> tuple[Sequence[Tensor | None], Sequence[int]]:
+    def weights_of(self, indices: list[int], addresses: Sequence[int]) -> tuple[Sequence[Tensor | None], list[int]]:
         """Aliases of the memory that these parameters have now, and its addresses; None and 0 for all others.
+
+        Args:
+            addresses: of the memory of all parameters, just read.
 
         An alias keeps the memory, whatever `p.data = ...` puts into its place later. Both lists are the very same ones
         as long as all parameters are asked for and none has moved; they are not written to.
         """
-        if len(indices) == len(self.params) and [p.data_ptr() for p in self.params] == self._pointers:
+        if len(indices) == len(self.params) and addresses == self._pointers:
             return self._aliases, self._pointers
         self._aliases, self._pointers = list(self._aliases), list(self._pointers)
         aliases: list[Tensor | None] = [None] * len(self.params)
         pointers = [0] * len(self.params)
         for i in indices:
-            p = self.params[i]
-            address = p.data_ptr()
+            address = addresses[i]
             if address != self._pointers[i]:
-                self._aliases[i], self._pointers[i] = p.detach(), address
+                self._aliases[i], self._pointers[i] = self.params[i].detach(), address
             aliases[i], pointers[i] = self._aliases[i], address
         return aliases, pointers
 
@@ -218,11 +239,13 @@ class Arena:
         return any(a.size and a.ctypes.data <= t.data_ptr() < a.ctypes.data + a.nbytes
                    for a in self.state)  # fmt: skip
 
-    def glance(self, indices: Sequence[int]) -> None:
-        """`check_unchanged`, at a fifth of its cost, for parameters whose address has not changed.
+    def glance(self, indices: list[int]) -> None:
+        """`check_unchanged`, at a fifth of its cost or less, for parameters whose address has not changed.
 
         Only `p.data = p.data.some_view()` gives other elements at the same address.
         """
+        if len(indices) == len(self.params) and self._all_alike(self.params):
+            return
         for i in indices:
             p, (dtype, shape, stride) = self.params[i], self._quick[i]
             if p.dtype is not dtype or p.stride() != stride or p.shape != shape:

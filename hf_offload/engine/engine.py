@@ -24,7 +24,7 @@ from hf_offload.engine.delay import Delay, works_of
 from hf_offload.engine.figures import figures
 from hf_offload.engine.formats import FORMATS
 from hf_offload.engine.gates import Gates
-from hf_offload.engine.gradients import DeviceSet, Gradient, GradientSet, MixedSet, StoreSet, collect
+from hf_offload.engine.gradients import DeviceSet, Found, GradientSet, MixedSet, StoreSet, collect
 from hf_offload.engine.hyper import Coefficients
 from hf_offload.engine.moving import give_back, share_out
 from hf_offload.engine.owners import own
@@ -49,7 +49,7 @@ from hf_offload.engine.speculation import Speculation
 from hf_offload.engine.stats import Meter, Stats
 from hf_offload.engine.step_threads import usable_threads
 from hf_offload.engine.streaming import GradientStream
-from hf_offload.engine.taking import take
+from hf_offload.engine.taking import Seating, take
 from hf_offload.engine.tensors import check_apart
 from hf_offload.engine.units import find_units
 from hf_offload.engine.watch import Left, WeightWatch
@@ -101,6 +101,7 @@ class Engine:
         self._pipeline: Pipeline | None = None
         self.stream: GradientStream | None = None
         self._roll: Roll | None = None
+        self._seating: Seating | None = None  # of the last step
         self._whole: StoreSet | None = None  # the last set in which no parameter was missing, and
         self._placeholders: list[Tensor | None] = []  # what stood in each `.grad` of it
         self.speculation = Speculation(config.shadow_bytes, self.threads) if config.shadow_bytes else None
@@ -305,14 +306,15 @@ class Engine:
             return self._whole
         self._let_leave(roll)
         if self.stream is None:
-            return DeviceSet((), self.threads)  # nothing is bound yet, for want of gradients
+            return DeviceSet(Found.of(()), self.threads)  # nothing is bound yet, for want of gradients
         items = collect(roll, self.stream.placeholders(roll.params))
-        streamed = [g for g in items if g.value is None]
-        found = StoreSet(streamed, [self._place_of[id(g.param)] for g in streamed], self.stream)
+        streamed = Found.of([g for g in items if g.value is None])
+        found = StoreSet(streamed, [self._place_of[id(p)] for p in streamed.params], self.stream)
         if len(streamed) < len(items):
-            return MixedSet(items, DeviceSet([g for g in items if g.value is not None], self.threads), found)
+            staying = Found.of([g for g in items if g.value is not None])
+            return MixedSet(items, DeviceSet(staying, self.threads), found)
         if len(items) == len(roll.params):
-            self._whole, self._placeholders = found, [g.param.grad for g in items]
+            self._whole, self._placeholders = found, [p.grad for p in items.params]
         return found
 
     def _has_left(self) -> bool:
@@ -326,9 +328,9 @@ class Engine:
         if self.stream is not None:
             self.stream.take_back()
         here = collect(roll, self.stream.placeholders(roll.params) if self.stream else None)
-        if any(g.value is not None for g in here):
+        if any(value is not None for value in here.values):
             self.bind_trainable()
-            self.bind(g.param for g in here)
+            self.bind(here.params)
         if self.stream is not None:
             self.stream.open(self.arenas)  # an interrupt may have come right after binding
             self.stream.flush()
@@ -341,12 +343,12 @@ class Engine:
         record = self.meter.begin(self.steps + 1)
         with self.meter.waiting("step"):
             self.bind_trainable()
-            self.bind([p for p, _, _ in found.items])  # unfrozen or added later, or frozen since backward
+            seating = self._seat(found.items)
             self._check_undelivered()
             self._reseed_suspects()
             pipeline = self._pipeline or self._start()
             self._learn(found.items, awaited)
-            work = self._take(groups, found.items, factor)
+            work = self._take(groups, found.items, factor, seating)
             pipeline.submit(work, record)
             self._gathered = False
             self.skips.taken()
@@ -384,7 +386,7 @@ class Engine:
 
     def not_finite(self, found: GradientSet) -> str:
         """Names of parameters whose gradients in `found` are not finite, the first few."""
-        return not_finite([g.param for g in found.items], found.sums(), self._attached, self._groups())
+        return not_finite(found.items.params, found.sums(), self._attached, self._groups())
 
     @property
     def _attached(self) -> nn.Module | None:
@@ -400,13 +402,13 @@ class Engine:
         if self._census is not None and root is not None:
             self._census.check(root, self._parameters, rebuilt=self.watch.alert)
 
-    def _learn(self, grads: Sequence[Gradient], awaited: int) -> None:
+    def _learn(self, grads: Found, awaited: int) -> None:
         """What this step's forward showed of the hooks; `awaited`: the last bucket that one of them waited for.
 
         Raises:
             StateError: weights were read that no hook had waited for, while the step before was still writing them.
         """
-        found = set() if self.gates is None else self.gates.end_of_step(grads)
+        found = set() if self.gates is None else self.gates.end_of_step(grads.params)
         early = [u for u in sorted(found) if self._last_of_unit.get(u, -1) > awaited]
         if early:
             raise StateError(
@@ -416,11 +418,19 @@ class Engine:
                 "the gradients with zero_grad() and go on. To be safe from the start use schedule='in_order'."
             )
 
-    def _take(self, groups: Sequence[Mapping[str, Any]], grads: Sequence[Gradient], factor: Factor) -> StepWork:
+    def _seat(self, grads: Found) -> Seating:
+        """Where the state is of the parameters that are stepped; those that have none yet are bound."""
+        if self._seating is None or not self._seating.holds(grads, [len(a.params) for a in self.arenas]):
+            self.bind(grads.params)  # unfrozen or added later, or frozen since backward
+            self._seating = Seating(grads, [len(a.params) for a in self.arenas], self._place_of)
+        return self._seating
+
+    def _take(self, groups: Sequence[Mapping[str, Any]], grads: Found, factor: Factor, seating: Seating) -> StepWork:
         """Freeze what the step needs: gradients, addresses, step counts, hyper-parameters."""
         rows = Coefficients(groups, factor.value)
         stores = None if self.stream is None else self.stream.stores
-        works = take(self.arenas, self._place_of, grads, rows, stores)
+        addresses = [left.addresses for left in self.watch.left]  # the suspects were looked for just now
+        works = take(self.arenas, seating.seats, grads, addresses, rows, stores)
         if self.stream is not None:
             self.stream.step_taken(factor.inverse, clipped=factor.clip != 1.0)
         else:
@@ -451,7 +461,8 @@ class Engine:
             torch.autograd.graph.increment_version(params)
         for work in works:  # after all: parameters that are views of one tensor share its version counter
             work.note_weights()
-            self.watch.note(work.arena.number, None if work.whole else work.stepped.tolist())
+            indices = None if work.whole else work.stepped.tolist()
+            self.watch.note_step(work.arena.number, indices, work.weight_versions, work.weight_pointers)
         self._waited_to = {}
         self._last_of_unit = {unit: k for k, b in enumerate(delivered) for unit in b.units}
 

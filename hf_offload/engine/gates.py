@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hf_offload.engine.gradients import Gradient
 from hf_offload.engine.units import Guard, UnitMap
 
 
@@ -106,7 +105,7 @@ class Gates:
         if self.units.head is not None and torch.is_grad_enabled():
             self.fired.add(self.units.head)
 
-    def end_of_step(self, with_gradients: Iterable[Gradient]) -> set[int]:
+    def end_of_step(self, with_gradients: Iterable[Tensor]) -> set[int]:
         """At `step()`: the unit of a parameter that got a gradient though no guard of it ran is awaited at the root
         from now on.
 
@@ -121,7 +120,7 @@ class Gates:
         known = set(self._unguarded)
         if self.fired:
             if len(self.fired) < len(self.units.guards):
-                self._note_unguarded(g.param for g in with_gradients)
+                self._note_unguarded(with_gradients)
             self.at_root = set(self._unguarded)
         else:
             self.at_root = set(range(len(self.units.units)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -27,10 +28,34 @@ class Gradient(NamedTuple):
     group: int
 
 
+class Found(Sequence[Gradient]):
+    """Gradients in columns: a step looks at all of one kind at once, and seldom at one gradient by itself."""
+
+    __slots__ = ("groups", "params", "values")
+
+    def __init__(self, params: list[Tensor], values: list[Tensor | None], groups: list[int]) -> None:
+        self.params = params
+        self.values = values
+        self.groups = groups
+
+    @classmethod
+    def of(cls, gradients: Sequence[Gradient]) -> Found:
+        return cls([p for p, _, _ in gradients], [v for _, v, _ in gradients], [n for _, _, n in gradients])
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    def __iter__(self) -> Iterator[Gradient]:
+        return map(Gradient._make, zip(self.params, self.values, self.groups))
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+
 class GradientSet(Protocol):
     """All gradients of a step, in the order of `param_groups`, and how to tell whether they are still the same."""
 
-    items: Sequence[Gradient]
+    items: Found
 
     def norm(self) -> float:
         """sqrt(Σ g²), a Python float; inf or NaN where a gradient has one."""
@@ -64,7 +89,7 @@ class _Seen:
 class DeviceSet:
     """Gradients in `.grad`."""
 
-    def __init__(self, items: Sequence[Gradient], threads: int) -> None:
+    def __init__(self, items: Found, threads: int) -> None:
         self.items = items
         self._threads = threads
 
@@ -75,25 +100,26 @@ class DeviceSet:
         return gradient_sums(self._values(), self._threads)
 
     def _values(self) -> list[Tensor]:
-        return [g.value for g in self.items if g.value is not None]
+        return [value for value in self.items.values if value is not None]
 
     def remember(self) -> object:
-        seen = _Seen(object(), [g.param.grad._version for g in self.items])  # type: ignore[union-attr]
-        for g in self.items:
-            setattr(g.param.grad, _TOKEN, seen.token)
+        grads = [p.grad for p in self.items.params]
+        seen = _Seen(object(), [g._version for g in grads])  # type: ignore[union-attr]
+        for g in grads:
+            setattr(g, _TOKEN, seen.token)
         return seen
 
     def same_as(self, memory: object) -> bool:
         return (
             isinstance(memory, _Seen)
             and len(self.items) == len(memory.versions)
-            and all(_is(g.param.grad, memory.token, v) for g, v in zip(self.items, memory.versions))
+            and all(_is(p.grad, memory.token, v) for p, v in zip(self.items.params, memory.versions))
         )
 
     def overlaps(self, memory: object) -> bool:
         if not isinstance(memory, _Seen):
             return False
-        return any(getattr(g.param.grad, _TOKEN, None) is memory.token for g in self.items)
+        return any(getattr(p.grad, _TOKEN, None) is memory.token for p in self.items.params)
 
 
 _TOKEN = "_hf_offload_seen"
@@ -120,7 +146,7 @@ class StoreSet:
         version: the stream's, when they were gathered.
     """
 
-    def __init__(self, items: Sequence[Gradient], places: Sequence[tuple[int, int]], stream: Streams) -> None:
+    def __init__(self, items: Found, places: Sequence[tuple[int, int]], stream: Streams) -> None:
         self.items = items
         self._places = places
         self._stream = stream
@@ -139,13 +165,14 @@ class StoreSet:
             return False
         if memory[1] is self.items:
             return True
-        return len(memory[1]) == len(self.items) and all(g.param is p.param for g, p in zip(self.items, memory[1]))
+        before: Found = memory[1]
+        return len(before) == len(self.items) and all(map(operator.is_, self.items.params, before.params))
 
     def overlaps(self, memory: object) -> bool:
         if not isinstance(memory, tuple):
             return False
-        remembered = {id(g.param) for g in memory[1]}
-        return any(id(g.param) in remembered and self._stream.renewed(g.param) <= memory[0] for g in self.items)
+        remembered = set(map(id, memory[1].params))
+        return any(id(p) in remembered and self._stream.renewed(p) <= memory[0] for p in self.items.params)
 
 
 class MixedSet:
@@ -156,7 +183,7 @@ class MixedSet:
         device, store: the two parts.
     """
 
-    def __init__(self, items: Sequence[Gradient], device: DeviceSet, store: StoreSet) -> None:
+    def __init__(self, items: Found, device: DeviceSet, store: StoreSet) -> None:
         self.items = items
         self._device, self._store = device, store
 
@@ -189,7 +216,7 @@ class _Both:
     store: object
 
 
-def collect(roll: Roll, placeholders: Sequence[Tensor | None] | None = None) -> list[Gradient]:
+def collect(roll: Roll, placeholders: Sequence[Tensor | None] | None = None) -> Found:
     """Every gradient of the optimizer, in the order of `param_groups`.
 
     Args:
@@ -199,10 +226,12 @@ def collect(roll: Roll, placeholders: Sequence[Tensor | None] | None = None) -> 
         UnsupportedError: a gradient that is sparse, or whose dtype, device or shape is not its parameter's.
         StateError: a gradient that left for an optimizer that is gone.
     """
+    grads = [p.grad for p in roll.params]
+    if roll.all_plain(grads):
+        return Found(roll.params, grads, roll.groups)
     found: list[Gradient] = []
     add, make, strided = found.append, tuple.__new__, torch.strided  # `Gradient(...)` itself takes twice as long
-    for i, (p, number, (dtype, nbytes)) in enumerate(zip(roll.params, roll.groups, roll.plain)):
-        grad = p.grad
+    for i, (p, grad, number, (dtype, nbytes)) in enumerate(zip(roll.params, grads, roll.groups, roll.plain)):
         if grad is None:
             continue
         # Whether nothing is to be said of it, at a third of the cost of `_checked`: torch itself lets none be set whose
@@ -218,7 +247,7 @@ def collect(roll: Roll, placeholders: Sequence[Tensor | None] | None = None) -> 
             found.append(Gradient(p, None, number))
         else:
             found.append(Gradient(p, _checked(p, grad), number))
-    return found
+    return Found.of(found)
 
 
 def _checked(p: Tensor, grad: Tensor) -> Tensor:

@@ -50,10 +50,10 @@ class Coefficients:
             steps: int64, the step that every parameter takes.
             params: int64, indices into both.
         """
-        keys = np.stack((groups[params], steps[params]), axis=1)
-        if (keys == keys[0]).all():  # one group in step, as most buckets are
-            return np.repeat(self.row(*keys[0].tolist())[None], len(params), axis=0)
-        return np.stack([self.row(group, step) for group, step in keys.tolist()])
+        groups, steps = groups[params], steps[params]
+        if (groups == groups[0]).all() and (steps == steps[0]).all():  # one group in step, as most buckets are
+            return np.repeat(self.row(int(groups[0]), int(steps[0]))[None], len(params), axis=0)
+        return np.stack([self.row(group, step) for group, step in zip(groups.tolist(), steps.tolist())])
 
 
 def check_group(group: Mapping[str, Any]) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_offload.engine.alike import alike
+
 
 class Roll:
     """Every parameter once, and its group's number.
@@ -16,6 +18,8 @@ class Roll:
         params: the parameters; one listed twice in a group counts once.
         groups: the number of each one's group.
         plain: dtype and bytes of each; of one that is not contiguous, a dtype that no gradient has.
+        all_plain: whether as many gradients are, one by one, a plain tensor like the parameter: then there is nothing
+            to be said of any. It may say False where that is so.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -24,6 +28,8 @@ class Roll:
         self.params: list[Tensor] = [p for p, _ in numbered.values()]
         self.groups: list[int] = [n for _, n in numbered.values()]
         self.plain = [(p.dtype, p.nbytes) if p.is_contiguous() else (None, 0) for p in self.params]
+        values = [p.detach() for p in self.params]
+        self.all_plain = alike(values if all(type(v) is Tensor for v in values) else ())
 
     def holds(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether these are the groups and parameters it was made of."""

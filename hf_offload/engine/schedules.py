@@ -73,10 +73,10 @@ class Stages:
         """wire[numel]: the gradients of `bucket` in down slot `slot`."""
         return self.transport.down[slot][: bucket.nbytes].view(NUMPY_WIRE[bucket.wire])
 
-    def d2h(self, work: BucketWork, slot: int, mark: object) -> Event:
-        """Start the copy of a bucket's gradients into down slot `slot`."""
+    def d2h(self, work: BucketWork, slot: int, mark: object, awaited: bool = False) -> Event:
+        """Start the copy of a bucket's gradients into down slot `slot`; `awaited` as the transport's."""
         self._down_ranges[slot] = self.ranges.start("d2h", work.name)
-        return self.transport.to_host(work.gradient_segments(), slot, mark)
+        return self.transport.to_host(work.gradient_segments(), slot, mark, awaited=awaited)
 
     def arrived(self, event: Event, name: str, record: StepRecord, shown: int) -> None:
         """Wait for a copy of gradients; `shown`: its range."""
@@ -110,11 +110,11 @@ class Stages:
         self._release(slot)
         return self.transport.up[slot][: work.bucket.nbytes].view(NUMPY_WIRE[work.bucket.wire])
 
-    def h2d(self, work: BucketWork, slot: int, mark: object) -> Event:
-        """Start the copy of a bucket's weights from up slot `slot` to the device."""
+    def h2d(self, work: BucketWork, slot: int, mark: object, awaited: bool = False) -> Event:
+        """Start the copy of a bucket's weights from up slot `slot` to the device; `awaited` as the transport's."""
         work.check_weights_unwritten()
         shown = self.ranges.start("h2d", work.name)
-        event = self.transport.to_device(work.weight_segments(), slot, mark)
+        event = self.transport.to_device(work.weight_segments(), slot, mark, awaited=awaited)
         self._up_busy[slot] = event, work.name, shown
         return event
 
@@ -141,9 +141,9 @@ class InOrder:
 
     def run(self, stage: Stages, step: StepWork, mark: object, posted: Posted) -> None:
         for k, work in enumerate(step.buckets):
-            grads = stage.received(work, 0, stage.d2h(work, 0, mark))
+            grads = stage.received(work, 0, stage.d2h(work, 0, mark, awaited=True))
             stage.host_step(work, grads, stage.room(work, 0))
-            event = stage.h2d(work, 0, mark)
+            event = stage.h2d(work, 0, mark, awaited=True)
             event.wait(stage.timeout_s)
             posted(k, event)
 

@@ -30,6 +30,10 @@ class WeightWatch:
         """These weights of an arena (None: all) are now as our own step leaves them."""
         self.left[arena].read(indices)
 
+    def note_step(self, arena: int, indices: Sequence[int] | None, versions: list[int], addresses: list[int]) -> None:
+        """As `note`, of what is known already: version counters and addresses of the whole arena."""
+        self.left[arena].take(indices, versions, addresses)
+
     def arm(self) -> None:
         """Somebody outside can reach the weights from now on: remember their checksums until the next step."""
         if not self._checksums:
@@ -59,8 +63,8 @@ class WeightWatch:
     def _suspects_of(self, left: Left) -> list[int]:
         if self._all_suspect:
             return list(range(len(left.params)))
-        seen = zip(left.params, left.versions, left.addresses)
-        moved = [i for i, (p, v, at) in enumerate(seen) if p._version != v or p.data_ptr() != at]
+        versions, addresses = _seen(left.params)
+        moved = sorted({*_differing(versions, left.versions), *_differing(addresses, left.addresses)})
         if not self._checksums:
             return moved
         known = set(moved)
@@ -79,9 +83,25 @@ class Left:
         self.read(None)
 
     def read(self, indices: Iterable[int] | None) -> None:
+        """Note how these (None: all) are now."""
         if indices is None:
-            self.versions = [p._version for p in self.params]
-            self.addresses = [p.data_ptr() for p in self.params]
+            self.versions, self.addresses = _seen(self.params)
             return
         for i in indices:
             self.versions[i], self.addresses[i] = self.params[i]._version, self.params[i].data_ptr()
+
+    def take(self, indices: Sequence[int] | None, versions: list[int], addresses: list[int]) -> None:
+        """These (None: all) are as these lists, of all, say. The lists stay the caller's."""
+        if indices is None:
+            self.versions, self.addresses = list(versions), list(addresses)
+            return
+        for i in indices:
+            self.versions[i], self.addresses[i] = versions[i], addresses[i]
+
+
+def _seen(params: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    return [p._version for p in params], [p.data_ptr() for p in params]
+
+
+def _differing(now: list[int], before: list[int]) -> list[int]:
+    return [] if now == before else [i for i, (a, b) in enumerate(zip(now, before)) if a != b]

@@ -16,7 +16,7 @@ from hf_offload.engine.formats import Task
 from hf_offload.engine.plan import Bucket
 from hf_offload.engine.store import GradientStore
 from hf_offload.errors import StateError
-from hf_offload.transport import Segment
+from hf_offload.transport import Segments
 
 
 class Gradients(Protocol):
@@ -26,8 +26,8 @@ class Gradients(Protocol):
         """The gradients of `bucket` have been copied."""
         ...
 
-    def unwritten(self, bucket: Bucket) -> bool:
-        """Whether nobody wrote to a gradient of `bucket` since the step was taken."""
+    def unwritten(self, indices: Sequence[int]) -> bool:
+        """Whether nobody wrote to the gradients of these parameters since the step was taken."""
         ...
 
     def drop(self) -> None:
@@ -51,7 +51,7 @@ class DeviceGradients:
 
     grads: list[Tensor | None]
     storages: list[object]
-    versions: Sequence[int]
+    versions: list[int]
     pointers: Sequence[int]
     pieces_left: list[int]
 
@@ -64,16 +64,19 @@ class DeviceGradients:
                     self.grads[i] = _counter(self.grads[i])  # type: ignore[arg-type]
                     self.storages[i] = None
 
-    def unwritten(self, bucket: Bucket) -> bool:
-        for piece in bucket.pieces:
-            grad = self.grads[piece.param]
-            if grad is not None and grad._version != self.versions[piece.param]:
-                return False
-        return True
+    def unwritten(self, indices: Sequence[int]) -> bool:
+        if len(indices) == len(self.grads):
+            return versions_of(self.grads) == self.versions
+        return versions_of([self.grads[i] for i in indices]) == [self.versions[i] for i in indices]
 
     def drop(self) -> None:
         self.grads[:] = [None] * len(self.grads)
         self.storages[:] = self.grads
+
+
+def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
+    """The version counters; 0 for None."""
+    return [0 if t is None else t._version for t in tensors]
 
 
 def _counter(t: Tensor) -> Tensor:
@@ -97,7 +100,7 @@ class StoredGradients:
     def let_go(self, bucket: Bucket) -> None:
         """The device holds none of them."""
 
-    def unwritten(self, bucket: Bucket) -> bool:
+    def unwritten(self, indices: Sequence[int]) -> bool:
         return True
 
     def drop(self) -> None:
@@ -122,7 +125,7 @@ class ArenaWork:
     gradients: DeviceGradients | StoredGradients
     weights: Sequence[Tensor | None]
     weight_versions: list[int]
-    weight_pointers: Sequence[int]
+    weight_pointers: list[int]
     coefficients: np.ndarray
     stepped: np.ndarray
     turns: np.ndarray
@@ -157,7 +160,7 @@ class ArenaWork:
         return any(at and p.grad is not None and p.grad.data_ptr() == at for p, at in taken)
 
     def note_weights(self) -> None:
-        self.weight_versions[:] = [0 if w is None else w._version for w in self.weights]
+        self.weight_versions[:] = versions_of(self.weights)
 
     def written(self) -> bool:
         """Whether somebody wrote to a weight since `note_weights`."""
@@ -192,7 +195,7 @@ class BucketWork:
     def units(self) -> frozenset[int]:
         return self.work.arena.bucket_units[self.index]
 
-    def gradient_segments(self) -> list[Segment]:
+    def gradient_segments(self) -> Segments:
         gradients = self.work.gradients
         assert isinstance(gradients, DeviceGradients)
         return self._segments(gradients.pointers, gradients.grads)
@@ -203,7 +206,7 @@ class BucketWork:
         assert isinstance(gradients, StoredGradients)
         return gradients.store.of_bucket(self.index), gradients.store.held[self.index]
 
-    def weight_segments(self) -> list[Segment]:
+    def weight_segments(self) -> Segments:
         """On the step's thread alone."""
         work, known = self.work, self.work.arena.weight_segments.get(self.index)
         if known is not None and known[0] is work.weight_pointers:  # nothing has moved since the last step
@@ -236,7 +239,7 @@ class BucketWork:
         Raises:
             StateError: a gradient's version counter moved.
         """
-        if not self.work.gradients.unwritten(self.bucket):
+        if not self.work.gradients.unwritten(self._indices):
             raise StateError(
                 f"{self.name}: a gradient was written to while optimizer.step() was still copying it, so the "
                 "step read a mixture. Use optimizer.zero_grad() instead of model.zero_grad(set_to_none=False), or "
@@ -270,20 +273,25 @@ class BucketWork:
             )
 
     def _written(self, tensors: Sequence[Tensor | None]) -> bool:
-        versions = self.work.weight_versions
-        for piece in self.bucket.pieces:
-            i = piece.param
-            if self.work.weights[i] is not None and tensors[i]._version != versions[i]:  # type: ignore[union-attr]
-                return True
-        return False
+        weights, versions, indices = self.work.weights, self.work.weight_versions, self._indices
+        if self.work.whole and len(indices) == len(weights):
+            return versions_of(tensors) != versions
+        stepped = [i for i in indices if weights[i] is not None]
+        return versions_of([tensors[i] for i in stepped]) != [versions[i] for i in stepped]
 
-    def _segments(self, pointers: Sequence[int], owners: Sequence[Tensor | None]) -> list[Segment]:
-        weights, make = self.work.weights, tuple.__new__  # `Segment(...)` itself takes twice as long
-        return [
-            make(Segment, (pointers[i] + start, nbytes, offset, owners[i]))
-            for i, start, nbytes, offset in self.work.arena.bucket_spans[self.index]
-            if weights[i] is not None
-        ]
+    @property
+    def _indices(self) -> list[int]:
+        """Its parameters in the arena, those that are not stepped as well."""
+        return self.work.arena.bucket_indices[self.index]
+
+    def _segments(self, pointers: Sequence[int], owners: Sequence[Tensor | None]) -> Segments:
+        params, starts, nbytes, offsets = self.work.arena.bucket_spans[self.index]
+        addresses = np.array([pointers[i] for i in params], np.int64) + starts
+        if self.work.whole:
+            return Segments(addresses, nbytes, offsets, [owners[i] for i in params])
+        stepped = self.work.is_stepped[params]
+        theirs = [owners[i] for i, mine in zip(params, stepped.tolist()) if mine]
+        return Segments(addresses[stepped], nbytes[stepped], offsets[stepped], theirs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +341,8 @@ def bucket_works(
     stay on the device."""
     found = []
     for work in works:
-        stepped, everything = work.is_stepped, work.whole
+        everything = work.whole
+        stepped = () if everything else work.is_stepped
         for i, units in enumerate(work.arena.bucket_units):
             if everything or stepped[work.arena.bucket_params[i]].any():
                 first = min(units, key=rank.__getitem__)

@@ -8,7 +8,7 @@ moves the bytes and says when they have arrived.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -31,6 +31,47 @@ class Segment(NamedTuple):
     nbytes: int
     offset: int
     owner: Any
+
+
+class Segments(Sequence[Segment]):
+    """Many segments, kept as columns.
+
+    Attributes:
+        pointers, nbytes, offsets: int64[n] each.
+        owners: of each.
+    """
+
+    __slots__ = ("nbytes", "offsets", "owners", "pointers")
+
+    def __init__(self, pointers: np.ndarray, nbytes: np.ndarray, offsets: np.ndarray, owners: Sequence[Any]) -> None:
+        self.pointers = pointers
+        self.nbytes = nbytes
+        self.offsets = offsets
+        self.owners = owners
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> Segments:
+        """`segments`, in columns."""
+        if isinstance(segments, Segments):
+            return segments
+        pointers, nbytes, offsets, owners = zip(*segments) if segments else ((), (), (), ())
+        return cls(np.array(pointers, np.int64), np.array(nbytes, np.int64), np.array(offsets, np.int64), owners)
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+    def __iter__(self) -> Iterator[Segment]:
+        columns = zip(self.pointers.tolist(), self.nbytes.tolist(), self.offsets.tolist(), self.owners)
+        return map(Segment._make, columns)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+
+def total_bytes(segments: Sequence[Segment]) -> int:
+    if isinstance(segments, Segments):
+        return int(segments.nbytes.sum())
+    return sum([s.nbytes for s in segments])
 
 
 class Event(Protocol):
@@ -74,12 +115,17 @@ class Transport(Protocol):
         """Which device stream is the calling thread's current one; 0 without a device. `join` counts for that alone."""
         ...
 
-    def to_host(self, segments: Sequence[Segment], slot: int, after: Any) -> Event:
-        """Copy `segments` into `down[slot]`, after `after` (a mark or None) has been reached on the device."""
+    def to_host(self, segments: Sequence[Segment], slot: int, after: Any, *, awaited: bool = False) -> Event:
+        """Copy `segments` into `down[slot]`, after `after` (a mark or None) has been reached on the device.
+
+        Args:
+            awaited: the caller does nothing before it has waited for the copy, and is a thread that no
+                KeyboardInterrupt reaches: without a device it may make the copy itself.
+        """
         ...
 
-    def to_device(self, segments: Sequence[Segment], slot: int, after: Any) -> Event:
-        """Copy `up[slot]` into `segments`, after `after` (a mark or None) has been reached on the device."""
+    def to_device(self, segments: Sequence[Segment], slot: int, after: Any, *, awaited: bool = False) -> Event:
+        """Copy `up[slot]` into `segments`; the rest as `to_host`."""
         ...
 
     def join(self, event: Event, timeout_s: float) -> None:

@@ -79,10 +79,10 @@ class CudaTransport:
     def here(self) -> int:
         return self._device.current_stream()
 
-    def to_host(self, segments: Sequence[Segment], slot: int, after: Any) -> Event:
+    def to_host(self, segments: Sequence[Segment], slot: int, after: Any, *, awaited: bool = False) -> Event:
         return self._copy(self._down, self.down, segments, slot, after)
 
-    def to_device(self, segments: Sequence[Segment], slot: int, after: Any) -> Event:
+    def to_device(self, segments: Sequence[Segment], slot: int, after: Any, *, awaited: bool = False) -> Event:
         return self._copy(self._up, self.up, segments, slot, after)
 
     def join(self, event: Event, timeout_s: float) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hf_offload.errors import TransportError, WaitTimeout
-from hf_offload.transport.base import Segment
+from hf_offload.transport.base import Segment, total_bytes
 from hf_offload.transport.cuda_device import CudaDevice, Mark, as_ours, too_late, until
 from hf_offload.transport.cuda_pack import Packer
 
@@ -26,7 +26,7 @@ class CudaCopy:
 
     def __init__(self, lane: Lane, owners: Sequence[Segment]) -> None:
         self._lane = lane
-        self.nbytes = sum(s.nbytes for s in owners)
+        self.nbytes = total_bytes(owners)
         self.owners: Sequence[Segment] = owners
         self.asked = time.perf_counter()
         self.events: tuple[int, ...] = ()  # start and end while it is under way

@@ -1,7 +1,8 @@
 """`HostTransport`: the transport without a GPU. Device memory is ordinary memory; the copies are real and asynchronous.
 
 Two worker threads stand for the two directions of a link, so order and ownership are exercised as on a GPU. Bandwidth
-and latency can be emulated ("what would this schedule do on a 16 GB/s link?") and tests can inject delays.
+and latency can be emulated ("what would this schedule do on a 16 GB/s link?") and tests can inject delays. Where
+neither is, a small copy that its caller would do nothing but wait for is made by the caller.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ import numpy as np
 
 from hf_offload.errors import TransportError, WaitTimeout, explain
 from hf_offload.kernels import cpu
-from hf_offload.transport.base import Event, Segment
+from hf_offload.transport.base import Event, Segment, Segments, total_bytes
 from hf_offload.transport.bell import Bell
 from hf_offload.transport.threads import Worker
 
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 _ALIGN = 64  # bytes: one cache line, and the widest vector register
 PART_BYTES = 1 << 20
 """What is moved in one go of gradients: about 0.1 ms of a core."""
+AT_ONCE_BYTES = 1 << 18
+"""To hand a copy to another thread and to hear of its end takes as long as to move so many bytes."""
 LET_PASS_S = 20e-6
 """Seconds between two looks whether weights have passed."""
 
@@ -110,7 +114,7 @@ class HostCopy:
         self._mover = mover
         self._alive = alive
         self.what = what
-        self.nbytes = sum([nbytes for _, nbytes, _, _ in segments])
+        self.nbytes = total_bytes(segments)
         self._held: tuple[Sequence[Segment], Sequence[np.ndarray]] | None = (segments, ring)
         self._slot = slot
         self._after = after
@@ -162,14 +166,8 @@ class HostCopy:
         assert self._held is not None
         segments, ring = self._held
         base = ring[self._slot].ctypes.data
-        if not segments:
-            return
-        pointers, sizes, offsets, _ = zip(*segments)
-        there, nbytes, here = (
-            np.array(pointers, np.int64),
-            np.array(sizes, np.int64),
-            np.array(offsets, np.int64) + base,
-        )
+        device = Segments.of(segments)
+        there, here, nbytes = device.pointers, device.offsets + base, device.nbytes
         if self._down:
             self._mover.down((here, there, nbytes))
         else:
@@ -193,11 +191,13 @@ class _Lane(Worker):
         self._moving_per_byte = 0.0  # seconds, as the last copy showed
         self._delay = delay
         self._jobs: queue.SimpleQueue[HostCopy | None] = queue.SimpleQueue()
+        self._turn = threading.Lock()  # only threads take it that no KeyboardInterrupt reaches
+        self._unfinished: deque[HostCopy] = deque()  # as many as there are: those of two threads may stand in turn
         self._closed = False
         self._served = False
         self._broken: BaseException | None = None
 
-    def submit(self, copy: HostCopy) -> HostCopy:
+    def submit(self, copy: HostCopy, awaited: bool) -> HostCopy:
         if os.getpid() != self._pid:
             raise TransportError(
                 f"{copy.what}: this process was forked off, and the threads that copy live in its parent only. Make a "
@@ -205,6 +205,9 @@ class _Lane(Worker):
             )
         if self._closed:
             raise TransportError(f"{copy.what}: the transport is closed. Make a new optimizer.")
+        if awaited and self._made_at_once(copy):
+            return copy
+        self._unfinished.append(copy)
         self._jobs.put(copy)
         if self._served:  # closed meanwhile: the thread may have looked through the queue for the last time
             self._fail_rest()
@@ -218,12 +221,25 @@ class _Lane(Worker):
     def work(self) -> None:
         try:
             while (copy := self._jobs.get()) is not None:
-                self._carry_out(copy)
+                with self._turn:
+                    self._carry_out(copy)
+                self._unfinished.popleft()
                 del copy  # it would be kept while the next one is waited for
         finally:  # whatever ended it: nobody waits for copies that nobody makes
             self._broken = self._broken or TransportError("the thread that copies has died")
             self._served = True
             self._fail_rest()
+
+    def _made_at_once(self, copy: HostCopy) -> bool:
+        """Carry out a small copy here and now, on the calling thread, where none before it is under way."""
+        slow = self._delay is not None or self._latency_s or self._seconds_per_byte
+        if slow or copy.nbytes > AT_ONCE_BYTES:
+            return False
+        with self._turn:
+            if self._unfinished:
+                return False
+            self._carry_out(copy)
+        return True
 
     def _carry_out(self, copy: HostCopy) -> None:
         if self._broken is not None:
@@ -309,11 +325,13 @@ class HostTransport:
     def here(self) -> int:
         return 0
 
-    def to_host(self, segments: Sequence[Segment], slot: int, after: Any) -> Event:
-        return self._submit(self._lanes[0], "the copy of gradients to the host", segments, self.down, slot, after)
+    def to_host(self, segments: Sequence[Segment], slot: int, after: Any, *, awaited: bool = False) -> Event:
+        what = "the copy of gradients to the host"
+        return self._submit(self._lanes[0], what, segments, self.down, slot, after, awaited)
 
-    def to_device(self, segments: Sequence[Segment], slot: int, after: Any) -> Event:
-        return self._submit(self._lanes[1], "the copy of weights to the device", segments, self.up, slot, after)
+    def to_device(self, segments: Sequence[Segment], slot: int, after: Any, *, awaited: bool = False) -> Event:
+        what = "the copy of weights to the device"
+        return self._submit(self._lanes[1], what, segments, self.up, slot, after, awaited)
 
     def join(self, event: Event, timeout_s: float) -> None:
         event.wait(timeout_s)
@@ -331,12 +349,14 @@ class HostTransport:
         self.pinned_bytes = 0
 
     def _submit(
-        self, lane: _Lane, what: str, segments: Sequence[Segment], ring: Sequence[np.ndarray], slot: int, after: Any
-    ) -> Event:
+        self, lane: _Lane, what: str, segments: Sequence[Segment], ring: Sequence[np.ndarray], slot: int, after: Any,
+        awaited: bool,
+    ) -> Event:  # fmt: skip
         if not ring:
             raise TransportError("the transport is closed: its threads and its memory are gone. Make a new optimizer.")
         down = lane is self._lanes[0]
-        return lane.submit(HostCopy(self._mover, what, segments, ring, slot, after or 0.0, down=down, alive=lane.lives))
+        copy = HostCopy(self._mover, what, segments, ring, slot, after or 0.0, down=down, alive=lane.lives)
+        return lane.submit(copy, awaited)
 
 
 def sleep_until(when: float) -> None:

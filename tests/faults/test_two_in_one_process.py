@@ -55,10 +55,11 @@ def test_two_loops_where_one_fails(mode: str) -> None:
     learn(models[0], good, data[0], 1)
     learn(models[1], bad, data[1], 1)
     bad.synchronize()
-    real, lanes = host.HostCopy._move, bad.engine.placement.transport._lanes  # type: ignore[attr-defined]
+    real, rings = host.HostCopy._move, [bad.engine.placement.transport.down, bad.engine.placement.transport.up]
 
     def move(copy: Any) -> None:
-        if threading.current_thread() in lanes:
+        assert copy._held is not None
+        if any(copy._held[1] is ring for ring in rings):
             raise OSError("injected")
         real(copy)
 

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from hf_offload.errors import TransportError
 from hf_offload.kernels import cpu
-from hf_offload.transport import HostTransport, Segment
+from hf_offload.transport import HostTransport, Segment, host
 from hf_offload.transport.host import PART_BYTES
 from support.transport import LONG, ours, segment
 
@@ -150,3 +151,77 @@ def test_a_copy_that_fails_half_way_lets_go_of_its_owners() -> None:
 
 class Owner:
     """Stands for the object that keeps device memory alive."""
+
+
+def test_what_a_caller_waits_for_is_made_by_the_caller() -> None:
+    """Where nothing is emulated, and it is small; else by the lane."""
+    makers: list[str] = []
+    real = host.HostCopy._move
+
+    def move(copy: Any) -> None:
+        makers.append(threading.current_thread().name)
+        real(copy)
+
+    memory = torch.arange(8, dtype=torch.uint8)
+    large = torch.zeros(host.AT_ONCE_BYTES + 1, dtype=torch.uint8)
+    plain, slow = HostTransport(1, large.numel()), HostTransport(1, 64, link_latency_us=1.0)
+    with patch.object(host.HostCopy, "_move", move):
+        assert plain.to_host([segment(memory, 0)], 0, None, awaited=True).done()
+        assert plain.down[0][:8].tolist() == memory.tolist()
+        for transport, tensor, awaited in ((plain, memory, False), (plain, large, True), (slow, memory, True)):
+            transport.to_host([segment(tensor, 0)], 0, None, awaited=awaited).wait(LONG)
+    plain.close()
+    slow.close()
+    assert makers == [threading.current_thread().name] + ["hf_offload-d2h"] * 3
+
+
+def test_what_a_caller_waits_for_is_made_behind_what_was_asked_for_before() -> None:
+    order: list[int] = []
+    begun, go_on = threading.Event(), threading.Event()
+    real = host.HostCopy._move
+
+    def move(copy: Any) -> None:
+        if not order:
+            begun.set()
+            go_on.wait(LONG)
+        order.append(copy.nbytes)
+        real(copy)
+
+    memory = torch.zeros(8, dtype=torch.uint8)
+    transport = HostTransport(1, 64)
+    with patch.object(host.HostCopy, "_move", move):
+        transport.to_host([segment(memory, 0, nbytes=1)], 0, None)
+        begun.wait(LONG)
+        transport.to_host([segment(memory, 0, nbytes=2)], 0, None)
+        threading.Timer(0.05, go_on.set).start()
+        transport.to_host([segment(memory, 0, nbytes=3)], 0, None, awaited=True).wait(LONG)
+    transport.close()
+    assert order == [1, 2, 3]
+
+
+def test_what_is_asked_for_while_a_caller_makes_a_copy_comes_after_it() -> None:
+    order: list[int] = []
+    begun, go_on = threading.Event(), threading.Event()
+    real = host.HostCopy._move
+
+    def move(copy: Any) -> None:
+        if copy.nbytes == 1:
+            begun.set()
+            go_on.wait(LONG)
+        order.append(copy.nbytes)
+        real(copy)
+
+    memory = torch.zeros(8, dtype=torch.uint8)
+    transport = HostTransport(1, 64)
+    first = [segment(memory, 0, nbytes=1)]
+    with patch.object(host.HostCopy, "_move", move):
+        caller = threading.Thread(target=lambda: transport.to_host(first, 0, None, awaited=True))
+        caller.start()
+        begun.wait(LONG)
+        second = transport.to_host([segment(memory, 0, nbytes=2)], 0, None)
+        time.sleep(0.05)
+        go_on.set()
+        second.wait(LONG)
+        caller.join()
+    transport.close()
+    assert order == [1, 2]
