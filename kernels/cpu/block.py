@@ -33,8 +33,8 @@ class Block:
     """
 
     ahead = 512
-    """Elements by which memory is asked for before it is used: a quarter of a microsecond of one core's work. Where a block is
-    few lines of each array, the hardware's own prefetchers come too late. 128 elements cost a tenth."""
+    """Elements by which memory is asked for before it is used: a quarter of a microsecond of one core's work. Where a
+    block is few lines of each array, the hardware's own prefetchers come too late. 128 elements cost a tenth."""
 
     def __init__(self, builder, here, there, grad, weight, c, noise, wires) -> None:
         self.builder, self.noise = builder, noise
