@@ -78,6 +78,11 @@ def cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def said_by(error: BaseException) -> str:
+    """What somebody else's error says, on one line."""
+    return cut(" ".join(str(error).split()))
+
+
 def explain(setting: str, value: object, cause: str, remedy: str) -> str:
     """The house form of an error message: `setting=value: cause. Remedy.`"""
     return f"{cut(setting)}={shown(value)}: {cause.rstrip('.')}. {remedy.rstrip('.')}."

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_offload import models
-from hf_offload.errors import RecipeError
+from hf_offload.errors import RecipeError, said_by
 from hf_offload.planner import Counts, Shape
 from hf_offload.recipe import ModelSpec, looks_local
 
@@ -70,7 +70,7 @@ def on_meta(config: Any, source: str) -> Any:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except (ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
-        cause = " ".join(str(error).split())
+        cause = said_by(error)
         raise RecipeError(f"model={source!r}: cannot be built as a causal language model: {cause}") from error
     model.tie_weights()
     return model

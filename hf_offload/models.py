@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hf_offload.errors import ConfigError, RecipeError, explain
+from hf_offload.errors import ConfigError, RecipeError, explain, said_by
 from hf_offload.recipe import ModelSpec, TokenizerSpec, is_foreign_kernel, looks_local
 from hf_offload.strict_yaml import suggest
 
@@ -130,8 +130,8 @@ def scratch_config(fields: dict[str, Any], setting: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     model_type = fields["model_type"]
-    if model_type not in CONFIG_MAPPING:
-        remedy = suggest(model_type, list(CONFIG_MAPPING))
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        remedy = suggest(str(model_type), list(CONFIG_MAPPING))
         raise RecipeError(explain(f"{setting}.model_type", model_type, "not known to transformers", remedy))
     cls = CONFIG_MAPPING[model_type]
     known = set(inspect.signature(cls.__init__).parameters) - {"self", "kwargs"}
@@ -143,7 +143,7 @@ def scratch_config(fields: dict[str, Any], setting: str) -> Any:
     try:
         return cls(**{name: value for name, value in fields.items() if name != "model_type"})
     except Exception as error:  # the classes of transformers' validation errors differ between versions
-        cause = " ".join(str(error).split())
+        cause = said_by(error)
         raise RecipeError(f"{setting}: transformers refuses this configuration: {cause}") from error
 
 
@@ -238,7 +238,7 @@ def _refusals_named(build: Callable[[], T]) -> T:
     try:
         return build()
     except (ValueError, ImportError, TypeError, RuntimeError) as error:
-        cause = " ".join(str(error).split())
+        cause = said_by(error)
         raise RecipeError(f"model.config: transformers cannot build this model: {cause}") from error
 
 

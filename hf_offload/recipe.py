@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_offload import strict_yaml
 from hf_offload.config import OffloadConfig
-from hf_offload.errors import ConfigError, RecipeError, cut, explain, nearest, shown
+from hf_offload.errors import ConfigError, RecipeError, cut, explain, nearest, said_by, shown
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -393,7 +393,7 @@ def training_arguments(recipe: Recipe, **defaults: Any) -> TrainingArguments:
     try:
         return TrainingArguments(**{**defaults, **values})
     except Exception as error:  # what transformers and accelerate raise on odd values differs from field to field
-        cause = " ".join(str(error).split())
+        cause = said_by(error)
         raise RecipeError(f"training: transformers refuses these TrainingArguments: {cause}") from error
 
 

@@ -134,6 +134,14 @@ def test_an_override_without_end_is_refused_in_a_few_words(override: str) -> Non
     assert len(str(refusal.value)) < 2500
 
 
+@pytest.mark.parametrize("given", [None, [], {}, 3, "no\nsuch"], ids=repr)
+def test_a_model_type_that_is_none_is_refused(given: Any) -> None:
+    from hf_offload import models
+
+    with pytest.raises(RecipeError, match=r"model\.config\.model_type=.*: not known to transformers"):
+        models.scratch_config({"model_type": given}, "model.config")
+
+
 def doubled(levels: int, join: str) -> str:
     lines = [f"a0: &a0 {join.format('x, y').replace('<<: [x, y]', 'x: 1')}"]
     lines += [f"a{i}: &a{i} {join.format(f'*a{i - 1}, *a{i - 1}')}" for i in range(1, levels)]
@@ -281,7 +289,7 @@ def test_a_model_configuration_with_any_values(examples: int) -> None:
     from hf_offload import models
 
     fields = st.sampled_from(
-        ("vocab_size", "hidden_size", "rope_theta", "torch_dtype", "tie_word_embeddings", "hidden_act")
+        ("vocab_size", "hidden_size", "rope_theta", "torch_dtype", "tie_word_embeddings", "hidden_act", "model_type")
     )
 
     @examples_of(examples)
