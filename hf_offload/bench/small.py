@@ -2,9 +2,9 @@
 
     python -m hf_offload.bench.small --json
 
-`OffloadAdam` in order over the host transport, with and without clipping; then, by turns, the same step beside what else
-has a pool of OpenMP threads: torch's fused AdamW on fp32 parameters of the same sizes, and the kernel alone on one bucket
-of all of them. Microseconds a step, and the CPU time that all threads of the process took for it.
+`OffloadAdam` in order over the host transport, with and without clipping; then, by turns, the same step beside others
+that have a pool of OpenMP threads: torch's fused AdamW on fp32 parameters of the same sizes, and the kernel alone on
+one bucket of all of them. Microseconds a step, and the CPU time that all threads of the process took for it.
 """
 
 from __future__ import annotations
