@@ -259,12 +259,15 @@ class _Lab:
         """Of steps that follow each other with nothing in between, on the same gradients, see `measuring_queue`."""
         engine, spans = self._optimizer.engine, Spans()
         self._watch.run(rows)
+        begin = time.perf_counter()
         for number in range(QUEUED_STEPS + 2):
             self._optimizer.step()
             self._optimizer.synchronize()
-            if number == 1:  # the first allocates and is exact, the second delivers what is there already
+            if number == 1:  # the first is exact and allocates, the second allocates what a delayed one has
                 self._subject.settle()
                 engine.record_to(spans)
+            if number >= 4 and time.perf_counter() - begin > SECONDS:
+                break
         self._optimizer.zero_grad()
         self._drop_others()
         return queued(spans, len(engine.placement.transport.up))
@@ -427,16 +430,18 @@ def _link(
 
 def _engine(trained: _Trained) -> Engine:
     """The hand-overs of a bucket *in order*, less the latencies of its copies: what they take where buckets queue up,
-    and `idle_s` more. Where none queued up, since copies are slower than the host's kernels, no part is of idleness."""
+    and `idle_s` more. What queued up is taken as measured: the latencies are of copies each made after a rest, and may
+    be more than a step has. Where none did, since copies are slower than the host's kernels, no part is of idleness."""
     left = 0.0
     if trained.buckets:
         latency = sum(statistics.median(times) for times in trained.latencies)
         left = max(0.0, statistics.median(s.rest for s in trained.steps) / trained.buckets - latency)
-    up, down = (min(left, statistics.median(of)) if of else left for of in (trained.queued.up, trained.queued.down))
-    fetch_s = min(down, left - up)
+    queued_up, queued_down = (statistics.median(of) if of else None for of in trained.queued)
+    up = max(0.0, left - (queued_down or 0.0)) if queued_up is None else queued_up
+    down = max(0.0, left - up) if queued_down is None else queued_down
     return Engine(
         step_s=statistics.median(s.main for s in trained.steps),
         bucket_s=up,
-        fetch_s=fetch_s,
-        idle_s=left - up - fetch_s,
+        fetch_s=down,
+        idle_s=max(0.0, left - up - down),
     )

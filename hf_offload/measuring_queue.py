@@ -39,10 +39,10 @@ class Queued(NamedTuple):
 
 
 def queued(spans: Spans, slots: int) -> Queued:
-    """What *delayed* steps show: each sends the weights of the step before up, bucket by bucket, then steps its own.
+    """What *delayed* steps show that are awaited at once: each steps its buckets, then sends their weights up.
 
-    A gap between two kernels counts if, when the first one ended, the slot for the next weights was free already, or
-    the next gradients were there.
+    A gap between two kernels counts if, when the first one ended, the next gradients were there already, or the slot
+    for the next weights was free.
 
     Args:
         slots: of the ring, each way.
@@ -50,7 +50,7 @@ def queued(spans: Spans, slots: int) -> Queued:
     found = Queued([], [])
     for phases in spans.of.values():
         down, kernels, up = (phases[name] for name in ("d2h", "host_step", "h2d"))
-        delivering, stepping = kernels[: len(up)], kernels[len(up) :]
+        stepping, delivering = kernels[: len(down)], kernels[len(down) :]
         for k in range(1, len(delivering)):
             ended = delivering[k - 1][1]
             if k < slots or up[k - slots][1] <= ended:

@@ -53,7 +53,7 @@ class _Mover:
     and between two parts they let weights pass."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # only the lanes' threads take it, which no KeyboardInterrupt reaches
+        self._lock = threading.Lock()  # the lanes' and the step's threads take it: no KeyboardInterrupt comes
         self._weights_wait = False
 
     def up(self, runs: Runs) -> None:
@@ -141,6 +141,10 @@ class HostCopy:
 
     def span(self) -> tuple[float, float]:
         return self._span
+
+    def is_early(self) -> bool:
+        """Whether it would have to wait for an emulated device."""
+        return self._after > time.perf_counter()
 
     def run(self, seconds: float, moving: float) -> float:
         """Move the bytes so that they arrive `seconds` from now at the earliest, and not before.
@@ -232,13 +236,17 @@ class _Lane(Worker):
 
     def _made_at_once(self, copy: HostCopy) -> bool:
         """Carry out a small copy here and now, on the calling thread, where none before it is under way."""
-        slow = self._delay is not None or self._latency_s or self._seconds_per_byte
+        slow = self._delay is not None or self._latency_s or self._seconds_per_byte or copy.is_early()
         if slow or copy.nbytes > AT_ONCE_BYTES:
             return False
-        with self._turn:
+        if not self._turn.acquire(blocking=False):  # one is under way, and may be stuck: who waits has a time limit
+            return False
+        try:
             if self._unfinished:
                 return False
             self._carry_out(copy)
+        finally:
+            self._turn.release()
         return True
 
     def _carry_out(self, copy: HostCopy) -> None:
@@ -270,7 +278,8 @@ class _Lane(Worker):
 
 
 class HostTransport:
-    """Real copies on two worker threads between memory blocks of one process.
+    """Real copies on two worker threads between memory blocks of one process; small ones that the step's thread waits
+    for are made by it.
 
     Args:
         slots: slots in each of the two rings.

@@ -38,6 +38,13 @@ def test_examples_that_require_a_gradient_are_known_in_a_step() -> None:
         assert check(examples) and check([nn.Parameter(t) for t in like()])
 
 
+def test_examples_may_be_shown_within_autocast() -> None:
+    """Parameters are bound in a forward."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check = alike(like())
+    assert check(like())
+
+
 OTHERS: dict[str, Callable[[Tensor], Tensor | None]] = {
     "none": lambda t: None,
     "dtype": lambda t: t.double(),

@@ -252,12 +252,14 @@ def steps(rest: float) -> list[Stepped]:
         # none did
         (10, Queued([], []), (1.5, 0, 0)),
         (10, Queued([0.5], []), (0.5, 1.0, 0)),
-        (10, Queued([], [0.5]), (1.5, 0, 0)),
-        # more where they queue up: noise
-        (10, Queued([9.0], [9.0]), (1.5, 0, 0)),
-        (10, Queued([1.0], [9.0]), (1.0, 0.5, 0)),
-        # not below nothing
-        (2, Queued([0.5], [0.25]), (0, 0, 0)),
+        (10, Queued([], [0.5]), (1.0, 0.5, 0)),
+        (10, Queued([], [9.0]), (0, 9.0, 0)),
+        (10, Queued([9.0], []), (9.0, 0, 0)),
+        # more than in order: as measured, and nothing of idleness
+        (10, Queued([1.0], [9.0]), (1.0, 9.0, 0)),
+        # latencies that are more than a step has
+        (2, Queued([0.5], [0.25]), (0.5, 0.25, 0)),
+        (2, Queued([], []), (0, 0, 0)),
     ],
 )
 def test_what_is_left_of_a_step_in_order_is_the_engines(
@@ -268,14 +270,16 @@ def test_what_is_left_of_a_step_in_order_is_the_engines(
     )
     found = measuring._engine(trained)
     assert (found.step_s, found.bucket_s, found.fetch_s, found.idle_s) == (1, *parts)
-    assert measuring._engine(replace(trained, buckets=0)) == Engine(step_s=1, bucket_s=0, fetch_s=0, idle_s=0)
+    assert measuring._engine(replace(trained, buckets=0, queued=Queued([], []))) == Engine(
+        step_s=1, bucket_s=0, fetch_s=0, idle_s=0
+    )
 
 
 def test_buckets_queue_up_where_gradients_or_slot_were_there_before_the_last_one_ended() -> None:
     spans = Spans()
-    kernels = [(0, 2), (3, 5), (9, 11), (12, 14), (16, 20), (21, 30), (33, 40), (44, 50)]
-    up = [(2, 8), (8, 10), (11, 12), (14, 15)]
+    kernels = [(16, 20), (21, 30), (33, 40), (44, 50), (50, 52), (53, 55), (59, 61), (62, 64)]
     down = [(0, 9), (9, 20), (20, 31), (31, 32)]
+    up = [(52, 58), (58, 60), (61, 62), (64, 65)]
     for phase, times in {"d2h": down, "host_step": kernels, "h2d": up}.items():
         for number in (1, 2):  # in the second, each takes twice as long
             for start, end in times:
@@ -286,7 +290,7 @@ def test_buckets_queue_up_where_gradients_or_slot_were_there_before_the_last_one
 
 
 def test_steps_without_anything_between_them_are_recorded(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """*Delayed*: as many weights go up as gradients come down, in steps that deliver the one before."""
+    """*Delayed*: all buckets are stepped as their gradients come down, and then their weights go up."""
     seen: list[tuple[Spans, int]] = []
 
     def spy(spans: Spans, slots: int) -> Queued:
@@ -304,6 +308,8 @@ def test_steps_without_anything_between_them_are_recorded(quick: None, monkeypat
     for phases in taken:
         assert [len(phases[name]) for name in ("d2h", "host_step", "h2d")] == [4, 8, 4]
         assert phases["host_step"] == sorted(phases["host_step"])
+        assert all(end <= phases["h2d"][0][0] for _, end in phases["host_step"][:4])
+        assert all(down[1] <= kernel[0] for down, kernel in zip(phases["d2h"], phases["host_step"]))
     assert found.engine.bucket_s <= 1e-9 and found.engine.fetch_s <= 2e-9
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload.errors import TransportError
+from hf_offload.errors import TransportError, WaitTimeout
 from hf_offload.kernels import cpu
 from hf_offload.transport import HostTransport, Segment, host
 from hf_offload.transport.host import PART_BYTES
@@ -170,9 +170,11 @@ def test_what_a_caller_waits_for_is_made_by_the_caller() -> None:
         assert plain.down[0][:8].tolist() == memory.tolist()
         for transport, tensor, awaited in ((plain, memory, False), (plain, large, True), (slow, memory, True)):
             transport.to_host([segment(tensor, 0)], 0, None, awaited=awaited).wait(LONG)
+        plain.clock = lambda: time.perf_counter() + 0.01  # an emulated device that is not done
+        plain.to_host([segment(memory, 0)], 0, None, awaited=True).wait(LONG)
     plain.close()
     slow.close()
-    assert makers == [threading.current_thread().name] + ["hf_offload-d2h"] * 3
+    assert makers == [threading.current_thread().name] + ["hf_offload-d2h"] * 4
 
 
 def test_what_a_caller_waits_for_is_made_behind_what_was_asked_for_before() -> None:
@@ -197,6 +199,29 @@ def test_what_a_caller_waits_for_is_made_behind_what_was_asked_for_before() -> N
         transport.to_host([segment(memory, 0, nbytes=3)], 0, None, awaited=True).wait(LONG)
     transport.close()
     assert order == [1, 2, 3]
+
+
+def test_who_waits_behind_a_stuck_copy_is_told_in_time() -> None:
+    go_on = threading.Event()
+    real = host.HostCopy._move
+
+    def move(copy: Any) -> None:
+        go_on.wait(LONG)
+        real(copy)
+
+    memory = torch.zeros(8, dtype=torch.uint8)
+    transport = HostTransport(1, 64)
+    with patch.object(host.HostCopy, "_move", move):
+        stuck = transport.to_host([segment(memory, 0)], 0, None)
+        while not transport._lanes[0]._turn.locked():
+            time.sleep(0.001)
+        waiting = transport.to_host([segment(memory, 0)], 0, None, awaited=True)
+        with pytest.raises(WaitTimeout):
+            waiting.wait(0.01)
+        go_on.set()
+        stuck.wait(LONG)
+        waiting.wait(LONG)
+    transport.close()
 
 
 def test_what_is_asked_for_while_a_caller_makes_a_copy_comes_after_it() -> None:
