@@ -170,8 +170,8 @@ def test_what_a_caller_waits_for_is_made_by_the_caller() -> None:
         assert plain.down[0][:8].tolist() == memory.tolist()
         for transport, tensor, awaited in ((plain, memory, False), (plain, large, True), (slow, memory, True)):
             transport.to_host([segment(tensor, 0)], 0, None, awaited=awaited).wait(LONG)
-        plain.clock = lambda: time.perf_counter() + 0.01  # an emulated device that is not done
-        plain.to_host([segment(memory, 0)], 0, None, awaited=True).wait(LONG)
+        not_yet = time.perf_counter() + 0.01  # of an emulated device
+        plain.to_host([segment(memory, 0)], 0, not_yet, awaited=True).wait(LONG)
     plain.close()
     slow.close()
     assert makers == [threading.current_thread().name] + ["hf_offload-d2h"] * 4
