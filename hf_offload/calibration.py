@@ -227,13 +227,14 @@ def _read(path: Path) -> Calibration:
         raise ConfigError(explain("calibration", str(path), cause, AGAIN)) from None
     try:
         given = json.loads(text)
-        if given["format"] != FORMAT:
-            raise ValueError(f"format {shown(given['format'])}, and this version reads {FORMAT}")
-        return _built(given)
+        if (theirs := given["format"]) == FORMAT:
+            return _built(given)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         remedy = f"Delete it. {AGAIN}"
         raise ConfigError(explain("calibration", str(path), f"the file is damaged ({what})", remedy)) from None
+    cause = f"another version of hf_offload wrote it (format {shown(theirs)}, this one has {FORMAT})"
+    raise ConfigError(explain("calibration", str(path), cause, AGAIN))
 
 
 def _built(given: Mapping[str, Any]) -> Calibration:

@@ -109,7 +109,7 @@ def without(name: str) -> Callable[[dict[str, Any]], None]:
     [
         *(without(name) for name in ("format", "units", "host", "link", "engine", "rates", "rows", "made")),
         lambda data: data["engine"].pop("idle_s"),
-        changed("format", 1), changed("units", []), changed("units", {}), changed("units.0", 3),
+        changed("units", []), changed("units", {}), changed("units.0", 3),
         changed("units.0.params", -1), changed("units.0.forward", [1]), changed("units.0.backward", ["a", 1]),
         changed("host.step", -1), changed("host.step", "1e-9"), changed("host.step", float("nan")),
         changed("host.speed", 1.0), changed("link.down", 3), changed("engine.step_s", True), changed("rates", [1]),
@@ -121,6 +121,15 @@ def test_a_damaged_file_is_refused(file: Path, damage: Callable[[dict[str, Any]]
     damage(data)
     file.write_text(json.dumps(data))
     with pytest.raises(ConfigError, match=r"the file is damaged \(.+\)\. Delete it\. Measure this machine"):
+        calibration.load(file, MACHINE, MODEL)
+
+
+@pytest.mark.parametrize("other", [1, 3, None, "two"])
+def test_a_file_of_another_version_is_refused(file: Path, other: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": other}))
+    with pytest.raises(
+        ConfigError, match=r"another version of hf_offload wrote it \(format .+\)\. Measure this machine"
+    ):
         calibration.load(file, MACHINE, MODEL)
 
 
