@@ -128,7 +128,7 @@ def test_a_damaged_file_is_refused(file: Path, damage: Callable[[dict[str, Any]]
 def test_a_file_of_another_version_is_refused(file: Path, other: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": other}))
     with pytest.raises(
-        ConfigError, match=r"another version of hf_offload wrote it \(format .+\)\. Measure this machine"
+        ConfigError, match=r"json': another version of hf_offload wrote it \(format .+\)\. Measure this machine"
     ):
         calibration.load(file, MACHINE, MODEL)
 
