@@ -201,6 +201,25 @@ def test_what_a_caller_waits_for_is_made_behind_what_was_asked_for_before() -> N
     assert order == [1, 2, 3]
 
 
+def test_what_a_caller_waits_for_is_made_behind_what_no_thread_has_begun() -> None:
+    makers: list[str] = []
+    real = host.HostCopy._move
+
+    def move(copy: Any) -> None:
+        makers.append(threading.current_thread().name)
+        real(copy)
+
+    memory = torch.zeros(8, dtype=torch.uint8)
+    transport = HostTransport(1, 64)
+    first = transport.to_host([segment(memory, 0)], 0, None)
+    first.wait(LONG)
+    transport._lanes[0]._unfinished.append(first)  # as between being asked for and the lane's taking it
+    with patch.object(host.HostCopy, "_move", move):
+        transport.to_host([segment(memory, 0)], 0, None, awaited=True).wait(LONG)
+    transport.close()
+    assert makers == ["hf_offload-d2h"]
+
+
 def test_who_waits_behind_a_stuck_copy_is_told_in_time() -> None:
     go_on = threading.Event()
     real = host.HostCopy._move
