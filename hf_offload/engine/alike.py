@@ -22,18 +22,17 @@ def alike(examples: Sequence[Tensor]) -> Callable[[Sequence[Tensor | None]], boo
     """A function that says whether as many tensors have, each, its example's type, dtype, device, shape, layout,
     strides (of dimensions longer than 1) and neg and conj bits. These are the guards of torch.compile.
 
-    False means nothing: it is what remains to be said where they cannot tell, and in a mode of torch (autocast,
-    inference) in which no step is. The examples are not kept.
+    False means nothing: it is what remains to be said where they cannot tell, and in other modes of torch (of
+    gradients, where an example requires one; autocast) than they were made in. No mode is set here: Ctrl-C may come
+    between a mode's being set and its being known that it has to be set back. The examples are not kept.
     """
     if _guards_of is None or not examples or any(t.layout != torch.strided for t in examples):
         return _cannot_tell
     try:
-        # As in a step, wherever they are made (binding is in a forward): modes are among what they look at.
-        with torch.no_grad(), torch.autocast(examples[0].device.type, enabled=False):
-            guards = _guards_of(
-                *examples, dynamic_dims_sizes=[list(t.shape) for t in examples],
-                dynamic_dims_strides=[[st if n > 1 else None for st, n in zip(t.stride(), t.shape)] for t in examples],
-            )  # fmt: skip
+        guards = _guards_of(
+            *examples, dynamic_dims_sizes=[list(t.shape) for t in examples],
+            dynamic_dims_strides=[[st if n > 1 else None for st, n in zip(t.stride(), t.shape)] for t in examples],
+        )  # fmt: skip
     except (TypeError, ValueError, RuntimeError, SystemError):
         return _cannot_tell
     count = len(examples)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,7 +88,7 @@ class Arena:
         # One tensor whose elements all steps are: torch.save stores the memory under a view whole, once per tensor.
         self._steps = torch.from_numpy(self.steps)
         self._layouts = [layout_of(p) for p in self.params]
-        self._all_alike = alike(self.params)
+        self._all_alike: Callable[[Sequence[Tensor | None]], bool] | None = None  # until a step has looked at each
         self._quick = [(p.dtype, p.shape, p.stride()) for p in self.params]
         self.param_bytes = np.array([p.nbytes for p in self.params], np.int64)
         self.bucket_params = [np.array([p.param for p in b.pieces]) for b in self.plan.buckets]
@@ -244,12 +244,15 @@ class Arena:
 
         Only `p.data = p.data.some_view()` gives other elements at the same address.
         """
-        if len(indices) == len(self.params) and self._all_alike(self.params):
+        everyone = len(indices) == len(self.params)
+        if everyone and self._all_alike is not None and self._all_alike(self.params):
             return
         for i in indices:
             p, (dtype, shape, stride) = self.params[i], self._quick[i]
             if p.dtype is not dtype or p.stride() != stride or p.shape != shape:
                 self.check_unchanged((i,))
+        if everyone and self._all_alike is None:
+            self._all_alike = alike(self.params)
 
     def check_unchanged(self, indices: Iterable[int]) -> None:
         """Refuse parameters whose elements are no longer those the state was made for.

@@ -33,16 +33,21 @@ def test_tensors_like_their_examples_are_known() -> None:
 
 def test_examples_that_require_a_gradient_are_known_in_a_step() -> None:
     examples = [nn.Parameter(t) for t in like()]
-    check = alike(examples)
     with torch.no_grad():
+        check = alike(examples)
         assert check(examples) and check([nn.Parameter(t) for t in like()])
 
 
-def test_examples_may_be_shown_within_autocast() -> None:
-    """Parameters are bound in a forward."""
+def test_parameters_that_were_bound_within_autocast_are_known_in_a_step() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = OffloadAdam(model.parameters(), model=model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        check = alike(like())
-    assert check(like())
+        model(torch.ones(2, 4)).sum().backward()
+    (arena,) = optimizer.engine.arenas
+    optimizer.step()
+    with torch.no_grad():
+        assert arena._all_alike is not None and arena._all_alike(arena.params)
+    optimizer.close()
 
 
 OTHERS: dict[str, Callable[[Tensor], Tensor | None]] = {
