@@ -39,6 +39,7 @@ from hf_offload.transport import HostTransport, Segment, Transport
 SAMPLE = 24_000_000
 """Parameters of the sample of the model that host figures are taken from: 0.6 GB of host memory."""
 WARM, REPEATS = 2, 7
+LEAST_PART = 0.01
 QUEUED_STEPS = 12
 SECONDS = 12.0
 """What the steps of one batch size may take; from three repeats on it ends there."""
@@ -101,7 +102,7 @@ def measure(
     say("Compute and host step side by side ...")
     rates = _rates(subject, rows[0], bench, copies=trained.transport == "host")
     figures = {**trained.figures(), **{f"kernel {name}": found for name, found in kernels.items()}}
-    _refuse_busy(figures, busy.others(), WIDEST if widest is None else widest)
+    _refuse_busy(trained.of_weight(figures, sum(sizes)), busy.others(), WIDEST if widest is None else widest)
     alone = {name: found.value for name, found in kernels.items()}
     return Calibration(
         machine=fingerprint(),
@@ -149,6 +150,17 @@ class _Trained:
             "host step": Measured.of([s.host_step / self.params for s in self.steps]),
             "norm": Measured.of([s.norm / self.params for s in self.steps]),
         }
+
+    def of_weight(self, figures: dict[str, Measured], params: int) -> dict[str, Measured]:
+        """Without host figures that come to less than LEAST_PART of a step: their spread changes no prediction.
+
+        Args:
+            params: of the whole model; the steps may have been those of a sample.
+        """
+        passes = min(self.passes.values(), key=lambda found: found[0].seconds)
+        least = LEAST_PART * statistics.median(each.seconds + step.wall for each, step in zip(passes, self.steps))
+        return {name: found for name, found in figures.items()
+                if name.startswith("compute") or found.value * params >= least}  # fmt: skip
 
 
 def _train(

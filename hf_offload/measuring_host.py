@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import statistics
 import threading
 import time
@@ -24,8 +25,9 @@ from hf_offload.transport.host import PART_BYTES
 BITS = 0x3A
 """What every byte of a gradient is: 7e-4 as bfloat16 and float32. Denormal squares would be slower than real ones."""
 MOVES = 5
-PASSES = 5
-"""Passes over the sample that are timed, after one that touches the memory."""
+PASSES, LEAST_S, MOST_TIMES = 5, 0.02, 100
+"""Measures of a kernel, after two passes over the sample that touch the memory. Each is the mean of as many passes as
+take LEAST_S: of a small model one takes less than the system takes for itself now and then."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,10 @@ class Bench:
         return time.perf_counter() - begin
 
     def _passes(self, work: Callable[[int, slice, int], Any]) -> Measured:
-        found = [self._once(work) for _ in range(PASSES + 1)]
-        return Measured.of([seconds / self.params for seconds in found[1:]])
+        self._once(work)
+        times = math.ceil(min(MOST_TIMES, LEAST_S / max(self._once(work), 1e-9)))
+        found = [sum(self._once(work) for _ in range(times)) / times for _ in range(PASSES)]
+        return Measured.of([seconds / self.params for seconds in found])
 
     def _once(self, work: Callable[[int, slice, int], Any]) -> float:
         spent = 0.0

@@ -193,6 +193,16 @@ def test_a_busy_machine_is_refused_with_the_figures(monkeypatch: pytest.MonkeyPa
     measuring._refuse_busy({"norm": calm}, 1.5, 0.15)  # a server on which somebody always runs
 
 
+def test_a_spread_of_what_no_step_feels_is_let_through() -> None:
+    trained = measuring._Trained(
+        {4: [Passed((0.2,), (0.3,))], 8: [Passed((2.0,), (3.0,))]}, [Stepped(0.5, 0, 0, 0, 0, 0)], Queued([], []),
+        ([0.0], [0.0]), 0.0, threads=1, transport="host", params=5, buckets=1, nbytes=10,
+    )  # fmt: skip
+    light, heavy = Measured(0.0009, 1.0), Measured(0.0011, 1.0)  # times 10 parameters, of a step of 1 second
+    figures = {"norm": light, "kernel add": heavy, "host step": heavy, "compute of 4 rows": Measured(0.001, 1.0)}
+    assert list(trained.of_weight(figures, 10)) == ["kernel add", "host step", "compute of 4 rows"]
+
+
 def test_programs_on_cores_that_are_not_this_process_s_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
