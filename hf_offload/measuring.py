@@ -152,7 +152,7 @@ class _Trained:
         }
 
     def of_weight(self, figures: dict[str, Measured], params: int) -> dict[str, Measured]:
-        """Without host figures that come to less than LEAST_PART of a step: their spread changes no prediction.
+        """Without host figures whose spread comes to less than LEAST_PART of a step: it changes no prediction.
 
         Args:
             params: of the whole model; the steps may have been those of a sample.
@@ -160,7 +160,7 @@ class _Trained:
         passes = min(self.passes.values(), key=lambda found: found[0].seconds)
         least = LEAST_PART * statistics.median(each.seconds + step.wall for each, step in zip(passes, self.steps))
         return {name: found for name, found in figures.items()
-                if name.startswith("compute") or found.value * params >= least}  # fmt: skip
+                if name.startswith("compute") or found.spread * found.value * params >= least}  # fmt: skip
 
 
 def _train(
