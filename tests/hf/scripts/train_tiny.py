@@ -57,3 +57,5 @@ def main(out: str, batch: str, accumulation: str, optim_args: str, resume: str |
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # as torch asks; left to the end of the process it may abort
