@@ -157,8 +157,8 @@ class _Trained:
         Args:
             params: of the whole model; the steps may have been those of a sample.
         """
-        passes = min(self.passes.values(), key=lambda found: found[0].seconds)
-        least = LEAST_PART * statistics.median(each.seconds + step.wall for each, step in zip(passes, self.steps))
+        compute = min(statistics.median(p.seconds for p in found) for found in self.passes.values())
+        least = LEAST_PART * (compute + statistics.median(s.wall for s in self.steps))
         return {name: found for name, found in figures.items()
                 if name.startswith("compute") or found.spread * found.value * params >= least}  # fmt: skip
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from hf_offload.errors import RecipeError, cut, explain, nearest, shown
+from hf_offload.errors import RecipeError, cut, explain, nearest, said_by, shown
 
 T = TypeVar("T")
 
@@ -128,7 +128,7 @@ def parse(text: str, source: str) -> Any:
     except RecursionError:
         raise RecipeError(f"{source}: does not parse as YAML: nested too deeply. Write it flatter.") from None
     except (yaml.YAMLError, ValueError) as error:
-        cause = cut(str(error).strip().replace("\n", " "))
+        cause = said_by(error)
         raise RecipeError(f"{source}: does not parse as YAML: {cause}. Correct the file.") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError):  # PyYAML's own, on `!!int ""`, `!!bool maybe` ...
         cause = "a value that is not of the type its tag (`!!...`) names"

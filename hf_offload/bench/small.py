@@ -33,7 +33,8 @@ WARM_UP, TURN, PAUSE_S = 5, 30, 0.05
 
 @dataclass(frozen=True)
 class Setting:
-    """How many parameters in how many tensors of about one size; steps of each contender; threads of the host step."""
+    """How many parameters in how many tensors of about one size; steps of each contender, rounded up to whole turns;
+    threads of the host step."""
 
     params: int = 100_000
     tensors: int = 300

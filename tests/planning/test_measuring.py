@@ -23,7 +23,7 @@ from hf_offload.engine.formats import FORMATS
 from hf_offload.engine.units import find_units
 from hf_offload.errors import ConfigError
 from hf_offload.measuring import Stepped
-from hf_offload.measuring_host import Bench, Measured, kept_busy, seconds_a_turn
+from hf_offload.measuring_host import PASSES, Bench, Measured, kept_busy, seconds_a_turn
 from hf_offload.measuring_queue import Queued, Spans, queued
 from hf_offload.optimizer import OffloadAdam
 from hf_offload.simulation import HostCost
@@ -299,7 +299,10 @@ def test_buckets_queue_up_where_gradients_or_slot_were_there_before_the_last_one
     assert queued(spans, slots=9).up == [1, 4, 1, 2, 8, 2]
 
 
-def test_steps_without_anything_between_them_are_recorded(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("seconds", "steps"), [(measuring.SECONDS, measuring.QUEUED_STEPS), (0.0, 3)])
+def test_steps_without_anything_between_them_are_recorded(
+    quick: None, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int
+) -> None:
     """*Delayed*: all buckets are stepped as their gradients come down, and then their weights go up."""
     seen: list[tuple[Spans, int]] = []
 
@@ -308,13 +311,14 @@ def test_steps_without_anything_between_them_are_recorded(quick: None, monkeypat
         return Queued([1e-9], [2e-9])
 
     monkeypatch.setattr(measuring, "queued", spy)
+    monkeypatch.setattr(measuring, "SECONDS", seconds)
     config = OffloadConfig(threads=1, ring_slots=3)
     subject = Fake(Model())
     found = measuring.measure(subject, config, (1, 3), ABOUT)
     assert subject.schedules == ["delayed", "in_order"]
     ((spans, slots),) = seen
     taken = [phases for phases in spans.of.values() if "host_step" in phases]
-    assert slots == 3 and len(taken) == measuring.QUEUED_STEPS
+    assert slots == 3 and len(taken) == steps
     for phases in taken:
         assert [len(phases[name]) for name in ("d2h", "host_step", "h2d")] == [4, 8, 4]
         assert phases["host_step"] == sorted(phases["host_step"])
@@ -353,6 +357,16 @@ def test_the_kernels_run_on_every_parameter_of_the_sample(
     bench._room[:] = 0
     bench.move_and_rest()
     assert (bench._room == bench._gradients[:1000]).all(), "the largest bucket"
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(0.5, 1), (0.009, 3), (1e-7, 100)])
+def test_a_kernel_that_is_done_in_no_time_is_run_often_for_each_measure(
+    seconds: float, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, runs = Bench([10], "bfloat16", threads=1), list[int]()
+    monkeypatch.setattr(Bench, "_once", lambda self, work: (runs.append(1), seconds)[1])
+    assert bench._passes(lambda k, at, n: None) == Measured(pytest.approx(seconds / 10), pytest.approx(0, abs=1e-9))
+    assert len(runs) == 2 + PASSES * times
 
 
 @pytest.mark.parametrize(

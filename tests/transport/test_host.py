@@ -6,6 +6,8 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -153,19 +155,26 @@ class Owner:
     """Stands for the object that keeps device memory alive."""
 
 
-def test_what_a_caller_waits_for_is_made_by_the_caller() -> None:
-    """Where nothing is emulated, and it is small; else by the lane."""
-    makers: list[str] = []
+@contextmanager
+def each_copy(begins: Callable[[Any], object]) -> Iterator[None]:
+    """`begins(copy)` is called on the thread that makes a copy, before its bytes move."""
     real = host.HostCopy._move
 
     def move(copy: Any) -> None:
-        makers.append(threading.current_thread().name)
+        begins(copy)
         real(copy)
 
+    with patch.object(host.HostCopy, "_move", move):
+        yield
+
+
+def test_what_a_caller_waits_for_is_made_by_the_caller() -> None:
+    """Where nothing is emulated, and it is small; else by the lane."""
+    makers: list[str] = []
     memory = torch.arange(8, dtype=torch.uint8)
     large = torch.zeros(host.AT_ONCE_BYTES + 1, dtype=torch.uint8)
     plain, slow = HostTransport(1, large.numel()), HostTransport(1, 64, link_latency_us=1.0)
-    with patch.object(host.HostCopy, "_move", move):
+    with each_copy(lambda copy: makers.append(threading.current_thread().name)):
         assert plain.to_host([segment(memory, 0)], 0, None, awaited=True).done()
         assert plain.down[0][:8].tolist() == memory.tolist()
         for transport, tensor, awaited in ((plain, memory, False), (plain, large, True), (slow, memory, True)):
@@ -180,18 +189,16 @@ def test_what_a_caller_waits_for_is_made_by_the_caller() -> None:
 def test_what_a_caller_waits_for_is_made_behind_what_was_asked_for_before() -> None:
     order: list[int] = []
     begun, go_on = threading.Event(), threading.Event()
-    real = host.HostCopy._move
 
-    def move(copy: Any) -> None:
+    def begins(copy: Any) -> None:
         if not order:
             begun.set()
             go_on.wait(LONG)
         order.append(copy.nbytes)
-        real(copy)
 
     memory = torch.zeros(8, dtype=torch.uint8)
     transport = HostTransport(1, 64)
-    with patch.object(host.HostCopy, "_move", move):
+    with each_copy(begins):
         transport.to_host([segment(memory, 0, nbytes=1)], 0, None)
         begun.wait(LONG)
         transport.to_host([segment(memory, 0, nbytes=2)], 0, None)
@@ -203,18 +210,12 @@ def test_what_a_caller_waits_for_is_made_behind_what_was_asked_for_before() -> N
 
 def test_what_a_caller_waits_for_is_made_behind_what_no_thread_has_begun() -> None:
     makers: list[str] = []
-    real = host.HostCopy._move
-
-    def move(copy: Any) -> None:
-        makers.append(threading.current_thread().name)
-        real(copy)
-
     memory = torch.zeros(8, dtype=torch.uint8)
     transport = HostTransport(1, 64)
     first = transport.to_host([segment(memory, 0)], 0, None)
     first.wait(LONG)
     transport._lanes[0]._unfinished.append(first)  # as between being asked for and the lane's taking it
-    with patch.object(host.HostCopy, "_move", move):
+    with each_copy(lambda copy: makers.append(threading.current_thread().name)):
         transport.to_host([segment(memory, 0)], 0, None, awaited=True).wait(LONG)
     transport.close()
     assert makers == ["hf_offload-d2h"]
@@ -222,15 +223,9 @@ def test_what_a_caller_waits_for_is_made_behind_what_no_thread_has_begun() -> No
 
 def test_who_waits_behind_a_stuck_copy_is_told_in_time() -> None:
     go_on = threading.Event()
-    real = host.HostCopy._move
-
-    def move(copy: Any) -> None:
-        go_on.wait(LONG)
-        real(copy)
-
     memory = torch.zeros(8, dtype=torch.uint8)
     transport = HostTransport(1, 64)
-    with patch.object(host.HostCopy, "_move", move):
+    with each_copy(lambda copy: go_on.wait(LONG)):
         stuck = transport.to_host([segment(memory, 0)], 0, None)
         while not transport._lanes[0]._turn.locked():
             time.sleep(0.001)
@@ -246,19 +241,17 @@ def test_who_waits_behind_a_stuck_copy_is_told_in_time() -> None:
 def test_what_is_asked_for_while_a_caller_makes_a_copy_comes_after_it() -> None:
     order: list[int] = []
     begun, go_on = threading.Event(), threading.Event()
-    real = host.HostCopy._move
 
-    def move(copy: Any) -> None:
+    def begins(copy: Any) -> None:
         if copy.nbytes == 1:
             begun.set()
             go_on.wait(LONG)
         order.append(copy.nbytes)
-        real(copy)
 
     memory = torch.zeros(8, dtype=torch.uint8)
     transport = HostTransport(1, 64)
     first = [segment(memory, 0, nbytes=1)]
-    with patch.object(host.HostCopy, "_move", move):
+    with each_copy(begins):
         caller = threading.Thread(target=lambda: transport.to_host(first, 0, None, awaited=True))
         caller.start()
         begun.wait(LONG)
